@@ -17,7 +17,7 @@ Set an option in one of these ways:
   `serve run app.application:build`;
 - under `args` of the application in `serve_config.yaml`;
 - as `QUIRE_<OPTION>` in the environment, which overrides both; [deployment](deployment.md#options) says where
-  the environment is read.
+  the environment is read. [Launch options](#launch) are only read from the command line.
 
 A size is a number of bytes, or text such as `512MB` or `2GiB`. `auto` is the same as omitting the option.
 
