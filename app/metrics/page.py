@@ -25,12 +25,13 @@ Two endpoints serve the same figures in Prometheus's text format:
       static_configs: [{targets: ["quire.example:8000"]}]
   ```
 
-  Every figure has the labels `model_name` and `replica`, the Serve replica that counted it (ingress or
-  engine). Each replica appears once, so `sum` without `by (replica)` counts nothing twice. With several
-  models, an ingress counts each model separately; a refusal before the model is known counts for the first
-  model. An engine sends its figures to each ingress once a second, with its tokens. The ingress that is
-  scraped asks the other ingresses, and omits those that do not answer within 2 s. An ingress without others
-  looks for new ones every 5 s. Answers are cached for 1 s. [What it costs](live_page.md#what-it-costs).
+  Every figure has the label `model_name`. All except those of [scaling](#scaling) also have `replica`, the
+  Serve replica that counted it (ingress or engine). Each replica appears once, so `sum` without
+  `by (replica)` counts nothing twice. With several models, an ingress counts each model separately; a refusal
+  before the model is known counts for the first model. An engine sends its figures to each ingress once a
+  second, with its tokens. The ingress that is scraped asks the other ingresses, and omits those that do not
+  answer within 2 s. An ingress without others looks for new ones every 5 s. Answers are cached for 1 s.
+  [What it costs](live_page.md#what-it-costs).
 - **Ray's endpoint on each node**, with the prefix `ray_` and Ray's labels `WorkerId`, `deployment`, `replica`.
   Figures are up to 12 s old. The label `route` is called `path` there. Histograms have the type `gauge`,
   because Ray's own histograms cost too much per token; `rate` and `histogram_quantile` work the same way.
