@@ -33,17 +33,17 @@ class ScalingState:
     """What a decision needs to know of earlier ones."""
 
     arrivals: Recent = field(default_factory=Recent)  # uncached prompt tokens
-    pools: Recent = field(default_factory=Recent)  # of memory or slots in demand
+    pools: Recent = field(default_factory=Recent)  # demand for memory or slots, in pools
     backlogs: Recent = field(default_factory=Recent)  # seconds of prefill
     bursts: Bursts = field(default_factory=Bursts)
     lows: deque[tuple[float, float]] = field(default_factory=deque)  # (time, need at the lower marks), falling
     counters: dict[Any, tuple[float, float]] = field(default_factory=dict)  # arrived tokens, preemptions
     starts: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STARTS))
-    awaited: deque[tuple[float, int]] = field(default_factory=deque)  # (time of an up, the target then)
+    awaited: deque[tuple[float, int]] = field(default_factory=deque)  # (time of a scale-up, its target)
     reported: int = 0  # running replicas that have reported so far
     since: float | None = None  # the first decision with enough reports
     decided_at: float | None = None
-    short_since: float = -math.inf  # fewer run than should, in one go; minus infinity if not
+    short_since: float = -math.inf  # since when too few run; minus infinity if enough do
     last_up: float = -math.inf
     last_down: float = -math.inf
     last_preemption: float = -math.inf
@@ -200,7 +200,7 @@ class ScalingState:
 
     def unsettled(self, snapshot: Snapshot, config: ScalingConfig) -> str:
         """Why the fleet can neither shrink nor intend to shrink now; empty if nothing prevents it."""
-        # The first replicas start without an up, and so does one in the place of one that crashed.
+        # The first replicas start without a scale-up, and so does the replacement of one that crashed.
         began = max(self.last_up, self.short_since)
         late = snapshot.now - began >= _PATIENCE * self.startup_s(config)
         if snapshot.running < snapshot.target and not late:

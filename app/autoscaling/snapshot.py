@@ -37,7 +37,7 @@ class Snapshot:
     minimum: int
     maximum: int
     replicas: Mapping[Any, ReplicaStats]
-    queued: float = 0.0  # requests that wait outside of all replicas; at none, Serve starts one before it asks
+    queued: float = 0.0  # requests at the ingresses; with no replica, Serve starts one before it asks
 
     @property
     def limit(self) -> int:

@@ -85,8 +85,8 @@ def main() -> None:
     path.write_text(changed(config, unavailable, files, usable_cores(), os.environ))
     die_with_parent()
     binary = haproxy_binary()
-    # -dS: no splicing. With it, HAProxy does not see a client leave that has sent its body apart from its
-    # headers: the request runs on to its end, and HAProxy spins.
+    # -dS: no splicing. With it, HAProxy does not notice that a client has left if the body arrived after the
+    # headers: the request runs to its end, and HAProxy spins.
     os.execv(binary, [binary, "-dS", *arguments])
 
 
@@ -112,7 +112,7 @@ def with_servers(config: str, known: Mapping[str, list[str]]) -> tuple[str, dict
 
 
 def recall(memory: Path) -> dict[str, list[str]]:
-    """The servers of the configuration before, by backend; none of another Serve's."""
+    """The servers of the previous configuration, by backend; none if it was another Serve's."""
     try:
         known: dict[str, list[str]] = json.loads(memory.read_text())
     except (OSError, ValueError):
@@ -133,8 +133,8 @@ def owner() -> list[str]:
 def changed(config: str, unavailable: Path, files: int, cores: int, environment: Mapping[str, str]) -> str:
     """Serve's configuration with limits on clients, and without other servers.
 
-    ``unavailable`` is the answer while no ingress can, ``files`` the number of files that a process may open. A
-    line that a later release of Ray words differently stays as it is.
+    ``unavailable`` is the file with the response while there is no ingress. ``files`` is the number of files
+    that a process may open. A line that a later release of Ray words differently stays as it is.
     """
     if TABLE in config:
         return config
@@ -150,7 +150,7 @@ def changed(config: str, unavailable: Path, files: int, cores: int, environment:
         ),
         # See main. Without these lines HAProxy sets no files aside for pipes, either.
         (r"^ *option splice-.*\n", ""),
-        # Serve answers with a plain 500, which says nothing of trying again.
+        # Serve's own is a plain 500, which does not say when to try again.
         (r"^( *)errorfile (50[234]) .*$", rf"\1errorfile \2 {unavailable}"),
         # Until Serve knows of an application, it answers every path with a 404, which tells clients to give up.
         *(
@@ -174,8 +174,8 @@ def changed(config: str, unavailable: Path, files: int, cores: int, environment:
             r"\n    http-request del-header x-request-id if { req.fhdr(x-request-id) -m reg [^[:print:]] }"
             rf"\n    http-request del-header '^({STEERING})$' -m reg"
             rf"\n    http-request set-header {CLIENT_ADDRESS} %[src]"
-            # HAProxy may start anew, for new ingresses, before a stream ends. The HAProxy of before knows only
-            # ingresses of before: the client's next request on that connection would be refused.
+            # HAProxy may be reloaded, for new ingresses, before a stream ends. The old process knows only old
+            # ingresses, so it would refuse the client's next request on that connection.
             r"\n    http-response set-header connection close"
             r" if { res.hdr(content-type) -m beg text/event-stream }",
         ),
@@ -241,6 +241,6 @@ def _number(environment: Mapping[str, str], variable: str, default: int) -> int:
     return int(given)
 
 
-if __name__ == "__main__":  # the script names this file, and Python then knows no folder of ours
+if __name__ == "__main__":  # the script runs this file by its path, so Quire's folder is not on Python's path
     sys.path.append(str(Path(__file__).resolve().parents[2]))
     main()

@@ -21,9 +21,9 @@ from app.launch import haproxy, serving
 from app.launch.port_block import PortBlock
 
 GRPC_PORTS, INGRESS_PORTS = 10, 150
-"""Serve keeps the port of an ingress that has gone for an hour, so there are more than ingresses."""
+"""Serve keeps the port of an ingress for an hour after its end, so there are more ports than ingresses."""
 
-# Not in TMPDIR: sockets lie here, whose paths may have 97 characters, and Serve adds 80.
+# Not in TMPDIR: sockets are here. Their paths may have at most 97 characters, of which Serve adds 80.
 PLACE, PREFIX = Path("/tmp"), "quire-"
 OWNER = "owner.lock"
 """A file in the folder, locked for as long as the process lives that made it."""
@@ -33,7 +33,7 @@ class Instance:
     """Created at launch; ``remove`` releases everything. All files are in ``folder``."""
 
     def __init__(self, name: str | None = None) -> None:
-        """``name`` is drawn if there is none.
+        """Without a ``name``, a random one is chosen.
 
         Raises:
             ConfigError: this host has no free ports.
@@ -49,7 +49,7 @@ class Instance:
 
     @property
     def ray_folder(self) -> str:
-        """Ray's temporary folder; the list of metrics endpoints lies there."""
+        """Ray's temporary folder, with the list of metrics endpoints."""
         return str(self.folder / "ray")
 
     def controller_environment(self) -> dict[str, str]:
@@ -75,8 +75,8 @@ class Instance:
     def prepare_environment(self) -> None:
         """Set in this process what Ray's own processes inherit, before Ray starts."""
         os.environ.pop("RAY_ADDRESS", None)
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other work starve the replicas
-        # Ray would start a worker for each core in advance; replicas, with an environment, need others.
+        os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, any other work starves the replicas
+        # Ray would otherwise start a worker for each core in advance.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         for variable in ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"):

@@ -19,7 +19,7 @@ from engine.devices import usable_cores
 from engine.errors import ConfigError
 
 WATCH_EVERY_S = 5.0
-"""A look takes the launcher and Serve's controller 15 ms of processor time."""
+"""Each check takes 15 ms of CPU time in the launcher and Serve's controller together."""
 
 
 def serve_here(given: Mapping[str, Any], say: Say = print) -> None:

@@ -1,4 +1,4 @@
-"""A Ray cluster and Serve of this process's own, with the application on them."""
+"""This process's own Ray cluster and Serve, with the application on them."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ class LocalServer:
 
 
 def _unverified() -> ssl.SSLContext:
-    """For this server's own answer, by an address that its certificate need not name."""
+    """For this server's own response: its certificate need not name the address used here."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
@@ -312,7 +312,7 @@ def serves(health: Mapping[str, Any], replicas: int) -> bool:
 
 
 def _of_each(health: Mapping[str, Any], models: Sequence[ServedModel]) -> dict[str, Mapping[str, Any]]:
-    """Of each model by name, what ``/health`` says; where keys are required, it has no names but an order."""
+    """What ``/health`` says of each model, by name; if keys are required, it has their order, not names."""
     if not models[0].one_of_several:
         return {models[0].name: health}
     found = health.get("models", {})

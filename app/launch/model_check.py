@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 def check_models(models: Sequence[ServedModel]) -> bool:
     """Check each model on each node that can hold an engine of it; without a cluster, here.
 
-    Returns whether every node has the memory for one engine more of any, as while a deploy replaces one.
+    Returns whether every node has the memory for one more engine of any model, as during a deploy.
 
     Raises:
         ConfigError: one line, with the model and the node where that matters.
@@ -76,8 +76,8 @@ def _check_model(options: AppConfig, sharers: int, others: Others) -> bool:
 def look_at_model(options: AppConfig, sharers: int, others: Others = ()) -> Finding:
     """What this node says of the model, for ``sharers`` engines on it beside ``others``.
 
-    Of a model that is yet to be fetched, weights and memory are not known. Memory counts whole, since engines
-    of the version before hold some.
+    The weights and memory of a model that has yet to be downloaded are not checked. All memory counts as free,
+    because engines of the previous version hold some of it.
     """
     name = options.service.model
     try:
@@ -105,7 +105,7 @@ def _has_weights(name: str, folder: Path) -> bool:
 
 
 def _need(options: AppConfig, replicas: int) -> Need:
-    """Of engines of another model, as far as it is known here; what is wrong with it, its own check says."""
+    """What engines of another model need, as far as it is known here; its own check reports what is wrong."""
     name = options.service.model
     try:
         folder = model_store.look_up(name)

@@ -15,7 +15,7 @@ LATER_S = 5.0
 """How long the announcement waits for further models once one answers."""
 
 RETRY_S, MAX_RETRY_S = 60.0, 960.0
-"""Pause before a model that cannot start is tried again; it doubles with each try up to the second one."""
+"""First and longest pause before a model that cannot start is tried again; it doubles with each try."""
 
 SETTLE_S = 5.0
 """How long after a new try Serve's status may still be that of the one before."""
@@ -81,7 +81,7 @@ class ModelStarts:
         self._died |= dead
 
     def complete(self, now: float) -> bool:
-        """Whether to announce those that serve: all that can, or some for ``LATER_S``.
+        """Whether to announce those that serve: once all do that can, or ``LATER_S`` after the first.
 
         Once this is true, each model that serves later is announced by itself.
         """

@@ -63,7 +63,7 @@ def replicas_on_a_node(options: AppConfig, nodes: Sequence[Resources]) -> int:
 
 
 def actor_options(model: ServedModel, nodes: Sequence[Resources]) -> dict[str, Any]:
-    """What one engine replica asks of Ray.
+    """What one engine replica requests from Ray.
 
     By default, each actor requests one CPU, so an ingress and two engines would never start on two cores. On
     several nodes, ours request their share of the smallest one; with the ingress at 0, they always fit and are
@@ -94,8 +94,8 @@ def threads_of_an_engine(model: ServedModel, nodes: Sequence[Resources]) -> int:
 def surge_percents(models: Sequence[ServedModel], nodes: Sequence[Resources]) -> list[int]:
     """Engine replicas that a deploy may start before it stops old ones, in percent of all; 0: there is no room.
 
-    Without room Serve stops first, a fifth of the replicas at a time. Whoever asks for no CPUs to speak of has
-    room for one more on each node, as the build has checked for memory (``model_check.py``).
+    Without room, Serve stops old replicas first, a fifth at a time. Those that request only ``ANY_CPU`` have
+    room for one more on each node; the build has checked the memory (``model_check.py``).
     """
     percents = []
     for model in models:
