@@ -15,7 +15,7 @@ This page is generated from the code: `python -m app.metrics.page > docs/metrics
 Two endpoints serve the same figures in Prometheus's text format:
 
 - **`GET /metrics` of the server**, with a key if the server has keys. Only an `admin` key sees other keys'
-  usage, and models outside the key's own `models`. One scrape covers the whole fleet, whichever
+  usage, and models that are not in its own `models`. One scrape covers the whole fleet, whichever
   ingress answers, so scrape a single address:
 
   ```yaml
