@@ -18,6 +18,7 @@ from app.background import Background
 from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.engine_attempt import request_of, run_attempt
+from app.channel.engine_calls import EngineCalls
 from app.channel.wire_sections import Figures
 from app.config import ServedModel
 from app.deployment_version import version_of
@@ -42,7 +43,7 @@ SWITCH_INTERVAL_S = 0.0005
 logger = logging.getLogger(__name__)
 
 
-class EngineReplica:
+class EngineReplica(EngineCalls):
     """Owns the engine thread; everything else runs on this replica's event loop.
 
     The calls of an ingress: ``channel`` (one for each ingress process, for as long as it lives),

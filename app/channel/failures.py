@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
+from app.channel.engine_calls import EngineCall
 from engine.errors import QuireError
 
 logger = logging.getLogger(__name__)
@@ -18,24 +18,24 @@ _EXPECTED = (QuireError, OSError, asyncio.CancelledError, RayError, RayServeExce
 """``OSError`` includes ``TimeoutError`` and ``ConnectionError``."""
 
 
-_OTHER_VERSION = re.compile(
-    r"\b(channel|generate|beat|reset_prefix_cache|block_map|wake|inspect|cordon)\(\) (takes|got|missing)"
-)
-"""What Python says of a replica's method that takes other arguments."""
+def is_of_another_version(error: BaseException, call: EngineCall) -> bool:
+    """Whether the replica's method takes other arguments than this version's, as during a deploy.
 
-
-def is_of_another_version(error: BaseException) -> bool:
-    """Whether the replica's method takes other arguments, as it may while a deploy replaces replicas."""
+    The same words about a method that the replica calls in turn, or about arguments that this version's method
+    does not take, either, are of a defect.
+    """
     cause = error.cause if isinstance(error, RayTaskError) else error
-    return isinstance(cause, TypeError) and _OTHER_VERSION.search(str(cause)) is not None
+    method = f"EngineReplica.{call.name}() "
+    refusals = tuple(method + word for word in ("takes", "got", "missing"))  # Python's words
+    return isinstance(cause, TypeError) and str(cause).startswith(refusals) and call.fits()
 
 
-def is_defect(error: BaseException) -> bool:
+def is_defect(error: BaseException, call: EngineCall | None = None) -> bool:
     """Whether the cause is the code, here or on the replica, and not the connection to the replica.
 
-    A replica of another version of Quire is no defect.
+    A replica of another version of Quire, which does not take the arguments of ``call``, is no defect.
     """
-    if is_of_another_version(error):
+    if call is not None and is_of_another_version(error, call):
         return False
     if isinstance(error, RayTaskError):  # what the code on the replica raised
         return not isinstance(error.cause, _EXPECTED)
@@ -52,11 +52,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
-def reason_of(error: BaseException, within_s: float) -> str:
-    """For people, why a call that may take ``within_s`` failed."""
+def reason_of(error: BaseException, within_s: float, call: EngineCall) -> str:
+    """For people, why ``call``, which may take ``within_s``, failed."""
     if isinstance(error, TimeoutError):
         return f"no answer within {within_s:g} s"
-    if is_of_another_version(error):
+    if is_of_another_version(error, call):
         return "it runs a different version of Quire than this ingress"
     return first_line(error) or type(error).__name__
 

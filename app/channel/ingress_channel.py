@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from app.background import Background
 from app.channel import wire
+from app.channel.engine_calls import EngineCall, EngineCalls
 from app.channel.engine_channel import UnknownEpochError
 from app.channel.failures import cancel_call, describe, is_defect
 from app.channel.silence import Silence
@@ -212,12 +213,34 @@ class IngressChannel:
 
     def _send_beat(self, epoch: int, acknowledged: int, last: bool = False) -> None:
         """Send a beat without waiting for the answer."""
+        beat = self._beat_call(epoch, acknowledged, [], [], False, last)
         try:
-            self._unary.beat.remote(self._cid, epoch, acknowledged, [], [], False, last, target=self.replica)
+            beat.send(self._unary.beat)
         except Exception as error:
-            if is_defect(error):
+            if is_defect(error, beat):
                 self.defects += 1
                 logger.exception("a beat to %s failed", self.replica)
+
+    def _beat_call(
+        self,
+        epoch: int,
+        acknowledged: int,
+        stale: list[int],
+        unwanted: list[tuple[int, int]],
+        resync: bool,
+        last: bool,
+    ) -> EngineCall:
+        return EngineCall(
+            EngineCalls.beat,
+            self._cid,
+            epoch,
+            acknowledged,
+            stale,
+            unwanted,
+            resync,
+            last,
+            target=self.replica,
+        )
 
     async def _stay_alive(self, epoch: int) -> None:
         """Send the beats of a channel that has ended, instead of ``_watch``."""
@@ -284,15 +307,16 @@ class IngressChannel:
         epoch = self._next_epoch()
         self._route = None
         reason, defect, fault = "the replica ended it", False, True
+        call = EngineCall(EngineCalls.channel, self._cid, epoch, resumption, target=self.replica)
         try:
-            await self._read(epoch, resumption)
+            await self._read(epoch, call, RESUME_S if resumption else None)
         except asyncio.CancelledError:
             reason, fault = "closed here", False
             if self._stopped or (self._task is not None and self._task.cancelling()):
                 raise
             reason = "Serve canceled it"
         except Exception as error:
-            reason, defect = describe(error), is_defect(error)
+            reason, defect = describe(error), is_defect(error, call)
             # No beat came, or frames were lost or unreadable on their way.
             fault = not isinstance(error, UnknownEpochError | wire.WireError) and not self._failed_here
             if defect:
@@ -359,15 +383,15 @@ class IngressChannel:
             logger.exception("the end of the channel to %s failed", self.replica)
             self._lose()
 
-    async def _read(self, epoch: int, resumption: bytes) -> None:
+    async def _read(self, epoch: int, call: EngineCall, within_s: float | None) -> None:
         self.state = ChannelState.OPENING
         self._epoch = epoch
         self._reset()
-        self._generator = self._stream.channel.remote(self._cid, epoch, resumption, target=self.replica)
+        self._generator = call.send(self._stream.channel)
         loop = asyncio.get_running_loop()
         watch: asyncio.Task[None] | None = None
         try:
-            async with asyncio.timeout(RESUME_S if resumption else None) as limit:
+            async with asyncio.timeout(within_s) as limit:
                 watch = loop.create_task(self._watch(epoch, limit))
                 async for data in self._generator:
                     self._on_frame(epoch, wire.unpack_frame(data))
@@ -476,15 +500,14 @@ class IngressChannel:
         self._unwanted.clear()
         self._acknowledged = acknowledged
         resync = self._resync_now()
+        beat = self._beat_call(epoch, acknowledged, stale, unwanted, resync, False)
         response = None
         try:
-            response = self._unary.beat.remote(
-                self._cid, epoch, acknowledged, stale, unwanted, resync, False, target=self.replica
-            )
+            response = beat.send(self._unary.beat)
             async with asyncio.timeout(DEAD_S):
                 known = await response
         except Exception as error:
-            if is_defect(error):
+            if is_defect(error, beat):
                 self.defects += 1
                 logger.exception("a beat to %s failed", self.replica)
             else:

@@ -13,6 +13,7 @@ from typing import Any
 
 from app.channel import wire
 from app.channel.channel_set import ChannelSet
+from app.channel.engine_calls import EngineCall, EngineCalls
 from app.channel.failures import answer_of, cancel_call, describe, is_defect
 from app.channel.kv_feed import KvFeed
 from app.channel.silence import Silence
@@ -182,10 +183,11 @@ class AttemptRunner:
     async def _call(self, request: InFlightRequest, number: int) -> AttemptFailure | None:
         """Call the engine; the call stays open until the attempt ends. Its tokens come on the channel."""
         payload = wire.pack_submission(request.submission(number))
+        call = EngineCall(EngineCalls.generate, self._channels.cid, payload, meta=request.routing_meta(number))
         try:
-            response = self._generate.remote(self._channels.cid, payload, meta=request.routing_meta(number))
+            response = call.send(self._generate)
         except Exception as error:  # noqa: BLE001  (like any failure of a call below)
-            return self._failed(request, error)
+            return self._failed(request, call, error)
         answer = asyncio.ensure_future(answer_of(response))
         interrupted = asyncio.ensure_future(request.interrupt.wait())
         try:
@@ -199,7 +201,7 @@ class AttemptRunner:
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
                 # Any failure of a call moves the request on; Serve also raises CancelledError for calls that
                 # nobody here has canceled.
-                failed_at, failure = asyncio.get_running_loop().time(), self._failed(request, error)
+                failed_at, failure = asyncio.get_running_loop().time(), self._failed(request, call, error)
                 lost = await self._unless_lost(request, interrupted, failure)
                 if lost is not None and request.resumed_at >= failed_at - CHANNEL_END_S:
                     # The connection broke, and the attempt goes on without its call. If the engine has ended it
@@ -230,9 +232,9 @@ class AttemptRunner:
             await asyncio.wait((interrupted,), timeout=LOOK_S)
         return None if request.interrupt.is_set() else failure
 
-    def _failed(self, request: InFlightRequest, error: BaseException) -> AttemptFailure:
+    def _failed(self, request: InFlightRequest, call: EngineCall, error: BaseException) -> AttemptFailure:
         """A call failed; a defect is logged in full, since its one-line warning reads like a lost replica."""
-        if is_defect(error):
+        if is_defect(error, call):
             self.defects += 1
             logger.error("a call for request %s failed", request.request.request_id, exc_info=error)
         return AttemptFailure(describe(error), fault=True)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from app.channel.engine_calls import EngineCall, EngineCalls
 from app.channel.failures import is_defect, reason_of
 from app.fleet.generation import UnavailableError
 from engine.kv.block_groups import GroupBy
@@ -25,16 +26,17 @@ async def ask_block_map(handle: Any, replica: str, by: GroupBy, keys: Sequence[i
         UnavailableError: it does not answer in time, or cannot.
     """
 
+    call = EngineCall(EngineCalls.block_map, by.value, list(keys), target=replica)
+
     async def ask() -> BlockMap:
         async with asyncio.timeout(WITHIN_S):
-            asked = handle.options(_by_reference=False).block_map
-            return BlockMap(*await asked.remote(by.value, list(keys), target=replica))
+            return BlockMap(*await call.send(handle.options(_by_reference=False).block_map))
 
     try:
         # In an empty context: Serve must not take the call for a child of the request that asks.
         return await asyncio.get_running_loop().create_task(ask(), context=contextvars.Context())
     except Exception as error:  # the page shows the reason; a defect is in the log with its traceback
-        if is_defect(error):
+        if is_defect(error, call):
             logger.exception("the block map of replica %s failed", replica)
-        why = reason_of(error, WITHIN_S)
+        why = reason_of(error, WITHIN_S, call)
         raise UnavailableError(f"replica {replica} did not report what its blocks hold: {why}") from error

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from app.channel.engine_calls import EngineCall, EngineCalls
 from app.channel.failures import reason_of
 
 RESET_WITHIN_S = 30.0
@@ -27,14 +28,18 @@ class CacheReset:
 async def reset_prefix_caches(handle: Any, replicas: Collection[str]) -> CacheReset:
     """Call each of ``replicas``, at least one, through the engine deployment's ``handle``, all at once."""
 
-    async def reset(replica: str) -> int:
+    calls = {
+        replica: EngineCall(EngineCalls.reset_prefix_cache, target=replica) for replica in sorted(replicas)
+    }
+
+    async def reset(call: EngineCall) -> int:
         async with asyncio.timeout(RESET_WITHIN_S):
-            return int(await handle.options(_by_reference=False).reset_prefix_cache.remote(target=replica))
+            return int(await call.send(handle.options(_by_reference=False).reset_prefix_cache))
 
     loop = asyncio.get_running_loop()
     # In an empty context, and kept if the caller is canceled: a disconnected client must not stop it halfway.
     tasks = {
-        replica: loop.create_task(reset(replica), context=contextvars.Context()) for replica in sorted(replicas)
+        replica: loop.create_task(reset(call), context=contextvars.Context()) for replica, call in calls.items()
     }
     _running.update(tasks.values())
     for task in tasks.values():
@@ -48,5 +53,5 @@ async def reset_prefix_caches(handle: Any, replicas: Collection[str]) -> CacheRe
         if error is None:
             freed[replica] = task.result()
         else:
-            failures[replica] = reason_of(error, RESET_WITHIN_S)
+            failures[replica] = reason_of(error, RESET_WITHIN_S, calls[replica])
     return CacheReset(freed, failures)

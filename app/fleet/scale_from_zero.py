@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from app.background import Background
+from app.channel.engine_calls import EngineCall, EngineCalls
 from app.channel.failures import answer_of, cancel_call, describe, is_defect
 
 RETRY_S = 1.0
@@ -146,10 +147,11 @@ class ReplicaWaiter:
 
     async def _call(self, handle: Any) -> None:
         """Returns once a replica has answered or the call has failed; the next one then follows."""
+        call = EngineCall(EngineCalls.wake, wait=True)
         try:
-            response = handle.options(_by_reference=False).wake.remote(wait=True)
+            response = call.send(handle.options(_by_reference=False).wake)
         except Exception as error:  # noqa: BLE001  (like any failure of the call below, it is counted)
-            self._failed("could not be sent", error)
+            self._failed(call, "could not be sent", error)
             return
         answer = asyncio.ensure_future(answer_of(response))
         try:
@@ -157,13 +159,13 @@ class ReplicaWaiter:
             await asyncio.wait((answer,))
             failure = None if answer.cancelled() else answer.exception()
             if failure is not None:
-                self._failed("failed", failure)
+                self._failed(call, "failed", failure)
         finally:
             if not answer.done():
                 answer.cancel()
                 cancel_call(response)
 
-    def _failed(self, how: str, error: BaseException) -> None:
-        defect = is_defect(error)
+    def _failed(self, call: EngineCall, how: str, error: BaseException) -> None:
+        defect = is_defect(error, call)
         self.defects += defect
         logger.warning("the wake-up call %s: %s", how, describe(error), exc_info=error if defect else None)

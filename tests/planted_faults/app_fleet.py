@@ -18,15 +18,37 @@ _OVERLOAD = ("app/fleet/test_overload.py", "app/fleet/test_overload_in_time.py")
 _QUEUE = ("app/fleet/test_delta_queue.py",)
 _PACER = ("app/fleet/test_loop_pacer.py",)
 _BUDGET = ("app/fleet/test_resubmission_budget.py",)
+_CALLS = ("app/channel/test_engine_calls.py",)
 _LAG = ("app/fleet/test_loop_lag.py",)
 
 FLEET: list[Fault] = [
     Fault(
         "app/channel/failures.py",
-        "    if is_of_another_version(error):\n        return False\n",
+        "    if call is not None and is_of_another_version(error, call):\n        return False\n",
         "",
-        ("app/fleet/test_engine_client_sequences.py",),
+        _CALLS,
         "a deploy fills the log with tracebacks",
+    ),
+    Fault(
+        "app/channel/failures.py",
+        " and call.fits()",
+        "",
+        _CALLS,
+        "a call that no version's replica takes passes for one to another version",
+    ),
+    Fault(
+        "app/channel/failures.py",
+        'f"EngineReplica.{call.name}() "',
+        'f"{str(cause).partition(chr(32))[0]} "',
+        _CALLS,
+        "what a replica calls wrongly in turn passes for another version of it",
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
+        "describe(error), is_defect(error, call)",
+        "describe(error), is_defect(error)",
+        ("app/fleet/test_engine_client_calls.py",),
+        "during a deploy each channel to the other version is logged as a defect",
     ),
     Fault(
         "app/dashboard/live_feed.py",

@@ -281,6 +281,8 @@ def test_a_defect_in_a_callback_of_a_channel_is_logged_and_the_channel_reopened(
         (KeyError("planted"), True),
         (RayTaskError("generate", "its traceback", KeyError("planted")).as_instanceof_cause(), True),
         (RayTaskError("generate", "its traceback", UnknownEpochError("planted")).as_instanceof_cause(), False),
+        (RayTaskError("generate", "", TypeError("ChannelHub.attach() takes 4 arguments")), True),
+        (RayTaskError("generate", "", TypeError("EngineReplica.generate() got an unexpected one")), False),
         (ActorDiedError(), False),
         (ConnectionError("planted"), False),
         (TimeoutError(), False),
@@ -311,6 +313,37 @@ def test_a_defect_in_a_call_is_logged_with_its_traceback_and_a_lost_replica_is_n
         logged = [record.exc_info for record in caplog.records if record.levelno >= logging.ERROR]
         assert [info[1] for info in logged if info is not None] == ([error] if defect else [])
         assert client.inspect()["call_faults"] == defect
+        await client.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize("name", ["channel", "beat"])
+def test_a_channel_or_beat_that_another_version_refuses_is_no_defect(
+    caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        method = getattr(handle, name)
+        send, defect = method.remote, TypeError(f"ChannelHub.{name}() takes 2 positional arguments")
+        failures = [defect, TypeError(f"EngineReplica.{name}() takes 2 positional arguments")]
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return send(*args, **kwargs)
+
+        method.remote = remote
+        if name == "channel":
+            for channel in list(only.hub._channels.values()):
+                only.hub.close(channel, "a test broke it")
+        await until(lambda: not failures)
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        logged = [record.exc_info for record in caplog.records if record.levelno >= logging.ERROR]
+        assert [info[1] for info in logged if info is not None] == [defect]
+        assert client.inspect()["call_faults"] == 1
         await client.stop()
 
     run(test)

@@ -147,7 +147,15 @@ def test_who_waits_in_vain_is_told_so_and_health_says_it_until_a_replica_comes()
     run(test)
 
 
-@pytest.mark.parametrize(("error", "defects"), [(ConnectionError("planted"), 0), (ZeroDivisionError(), 1)])
+@pytest.mark.parametrize(
+    ("error", "defects"),
+    [
+        (ConnectionError("planted"), 0),
+        (ZeroDivisionError(), 1),
+        (TypeError("EngineReplica.wake() got an unexpected keyword argument 'wait'"), 0),
+        (TypeError("got an unexpected keyword argument"), 1),
+    ],
+)
 def test_a_defect_in_a_wake_up_call_is_counted_and_the_call_repeated(error: Exception, defects: int) -> None:
     async def test() -> None:
         handle, client = await sleeping()
