@@ -5,7 +5,8 @@ routes, passes on reports and releases bookings. One lock makes each call atomic
 before a route closes (and returned by ``close``) or not at all, and each choice of a burst sees the one before
 it.
 
-The ledger owns all state. A choice itself (``app/routing/policies.py``) is a pure function of views of it.
+The ledger owns all state: routes and bookings are here, what a choice needs is in ``chooser.py``, which calls a
+pure function (``policies.py``) of views of it.
 """
 
 from __future__ import annotations
@@ -13,29 +14,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
 from app.autoscaling.fault_counter import FaultCounter
-from app.routing.cost import RoutingRequest, view_of
+from app.routing.chooser import Chooser
+from app.routing.cost import RoutingRequest
 from app.routing.fleet_estimates import FleetEstimates
-from app.routing.load import PREFILL_RATE, LoadReport, average, sane
-from app.routing.policies import POLICY_FUNCTIONS, ROUTING_REASONS, Policy, RoutingDecision, least_booked
-from app.routing.replica_state import Booking, ReplicaState, ReplicaView, Route
+from app.routing.guarded_index import BlockIndex, GuardedIndex
+from app.routing.load import PREFILL_RATE, LoadReport, sane
+from app.routing.policies import Policy
+from app.routing.replica_state import Booking, ReplicaState, Route
 from app.routing.requirement import UNKNOWN_BUILD, Build, ReplicaProfile, Requirement
+from app.routing.routable_replicas import RoutableReplicas, that_stay
 from app.routing.routing_meta import RoutingMeta
 from app.routing.waiting import ExpectedWait, expected_wait
 from engine.errors import QuireError
 
-__all__ = ["BlockIndex", "Booking", "Ledger", "NoRouteError", "Route"]
+__all__ = ["Booking", "Ledger", "NoRouteError", "Route"]
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-_PREFIX = Policy.PREFIX  # Python 3.11 finds a member of an enumeration by a call
 
 BLOCK_SIZE = 16
 """Until a report says otherwise."""
@@ -46,28 +46,6 @@ REMEMBERED = 1024
 
 class NoRouteError(QuireError):
     """No replica has an open channel at the moment, or the attempt to be routed is over."""
-
-
-class BlockIndex(Protocol):
-    """Knows which replica holds which blocks; the ledger's lock guards it. Times are monotonic seconds."""
-
-    def add(self, replica: str, epoch: int = 0) -> None:
-        """Add a replica whose route has opened."""
-
-    def remove(self, replica: str) -> None:
-        """Forget a replica."""
-
-    def longest(self, keys: Sequence[int]) -> dict[str, int]:
-        """How many of the leading blocks each replica holds or will soon hold."""
-
-    def claim(self, replica: str, keys: Sequence[int], now: float, deadline: float, blocks: int = 0) -> None:
-        """Expect these blocks at the replica; it already holds ``blocks`` of them, as ``longest`` said."""
-
-    def withdraw(self, replica: str, keys: Sequence[int]) -> bool:
-        """Withdraw a claim."""
-
-    def expire(self, now: float) -> int:
-        """End the claims whose deadline has passed."""
 
 
 class Ledger:
@@ -85,28 +63,20 @@ class Ledger:
     ) -> None:
         self._lock = threading.Lock()
         self._clock = clock
-        self._policy = policy
-        self._choose = POLICY_FUNCTIONS[policy]
-        self._index = index
+        self._faults = FaultCounter("choosing by prefixes failed; going by load alone", logger)
+        self._index = GuardedIndex(index, self._faults)
         self._estimates = FleetEstimates(BLOCK_SIZE)
+        self._chooser = Chooser(policy, self._estimates, self._index, self._faults)
         self._replicas: dict[str, ReplicaState] = {}
-        self._routable: list[ReplicaState] = []
-        self._profiles: set[ReplicaProfile] = set()
-        """Of those."""
-        self._outdated: list[ReplicaState] = []
-        """Replicas whose views must be remade."""
+        self._routable = RoutableReplicas()
         self._expected: set[int] = set()
         self._bookings: dict[int, Booking] = {}
         self._placed = 0
-        self._reasons = dict.fromkeys(ROUTING_REASONS, 0)
-        self._unlearned: tuple[RoutingRequest, RoutingDecision] | None = None
-        self._faults = FaultCounter("choosing by prefixes failed; going by load alone", logger)
-        self._stuck = FaultCounter("the index cannot drop a replica, whose blocks may be wrong", logger)
 
     @property
     def faults(self) -> int:
         """Choices and changes of the index that failed; above 0 is a defect."""
-        return self._faults.count + self._stuck.count
+        return self._faults.count + self._index.stuck.count
 
     @property
     def typical_output(self) -> float:
@@ -116,7 +86,7 @@ class Ledger:
     def configure(self, policy: Policy) -> None:
         """Choose by this policy from now on."""
         with self._lock:
-            self._policy, self._choose = policy, POLICY_FUNCTIONS[policy]
+            self._chooser.configure(policy)
 
     def with_index(self, replica: str, step: Callable[[], T]) -> T | None:
         """Run ``step``, which reads or changes the index's part of a replica, under the lock.
@@ -125,7 +95,7 @@ class Ledger:
         too, that is a second fault, and the replica's blocks may be wrong.
         """
         with self._lock:
-            return self._guarded(replica, step)
+            return self._index.run(replica, step)
 
     # ---- routes and reports
 
@@ -138,9 +108,8 @@ class Ledger:
         state = self._replicas.pop(route.replica, None) or ReplicaState(route.replica)
         self._replicas[route.replica] = state
         state.open(route, profile, build)
-        self._list_routable()
-        if self._index is not None:
-            self._guarded(route.replica, partial(self._index.add, *route))
+        self._routable.relist(self._replicas.values())
+        self._index.add(route)
 
     def close(self, route: Route) -> list[int]:
         """End a route; release and return the attempts that were booked on it."""
@@ -152,10 +121,9 @@ class Ledger:
             state = self._replicas.get(route.replica)
             if state is not None and state.route == route:
                 state.close()
-                self._list_routable()
+                self._routable.relist(self._replicas.values())
                 self._forget_oldest()
-                if self._index is not None:
-                    self._guarded(route.replica, partial(self._index.remove, route.replica))
+                self._index.remove(route.replica)
             return attempts
 
     def hold(self, route: Route) -> list[int]:
@@ -164,9 +132,8 @@ class Ledger:
             state = self._replicas.get(route.replica)
             if state is not None and state.route == route:
                 state.suspected = True
-                self._list_routable()
-                if self._index is not None:
-                    self._guarded(route.replica, partial(self._index.remove, route.replica))
+                self._routable.relist(self._replicas.values())
+                self._index.remove(route.replica)
             return [number for number, booking in self._bookings.items() if booking.route == route]
 
     def reopen(
@@ -201,14 +168,14 @@ class Ledger:
             state = self._replicas.get(replica)
             if state is not None and state.route is not None:
                 state.suspected = suspected
-                self._list_routable()
+                self._routable.relist(self._replicas.values())
 
     def routable(
         self, members: Collection[str] | None = None, requirement: Requirement | None = None
     ) -> list[str]:
         """Replicas with an open channel and no suspicion; of ``members`` and able to meet ``requirement``."""
         with self._lock:
-            return [state.replica for state in self._able(members, requirement)]
+            return [state.replica for state in self._routable.able(members, requirement)]
 
     def profile(self, replica: str) -> ReplicaProfile | None:
         """What a replica offers, if it has said."""
@@ -230,12 +197,11 @@ class Ledger:
             was_stalled = state.stalled
             state.report(load, now)
             if state.stalled is not was_stalled:
-                self._list_routable()
-            self._outdated.append(state)
+                self._routable.relist(self._replicas.values())
+            self._chooser.outdate(state)
             if self._estimates.learn_report(load, state.history):
                 for other in self._replicas.values():
-                    other.view = None
-                self._outdated.extend(self._replicas.values())
+                    self._chooser.outdate(other)
             self._catch_up(now)
             return True
 
@@ -265,7 +231,7 @@ class Ledger:
             if attempt not in self._expected:
                 raise NoRouteError(f"attempt {attempt} is over")
             placed_before = self._release(attempt)
-            replicas = self._candidates(members, meta, likely_victims)
+            replicas = self._routable.candidates(members, meta, likely_victims)
             if not replicas:
                 raise NoRouteError("no engine replica that can run the request has an open channel")
             request = RoutingRequest(
@@ -280,8 +246,7 @@ class Ledger:
             )
             self._placed += 1
             now = self._clock()
-            decision = self._decide(replicas, request, now)
-            self._reasons[decision.reason] += 1
+            decision = self._chooser.choose(replicas, request, now)
             state, blocks = replicas[decision.place], decision.cached_blocks
             alone = meta.requirement is not None and meta.requirement.alone
             booking = self._book(state, attempt, request, decode, blocks, alone, now)
@@ -295,7 +260,7 @@ class Ledger:
             if booking is not None and not booking.prefilled:
                 state = self._replicas[booking.route.replica]
                 state.end_prefill(booking)
-                self._outdated.append(state)
+                self._chooser.outdate(state)
                 self._catch_up(self._clock())
 
     def grow(self, attempt: int, before: int, after: int) -> None:
@@ -346,7 +311,7 @@ class Ledger:
     def prefill_rate(self, members: Collection[str], likely_victims: Collection[str] = ()) -> float:
         """Prompt tokens per second of all routable ``members`` together to which requests move."""
         with self._lock:
-            loads = [state.load for state in _that_stay(self._able(members, None), likely_victims)]
+            loads = [state.load for state in that_stay(self._routable.able(members, None), likely_victims)]
             return sum(PREFILL_RATE if load is None else load.prefill_rate or PREFILL_RATE for load in loads)
 
     def load(self) -> dict[str, int]:
@@ -362,7 +327,7 @@ class Ledger:
         """The wait of a request like the last ones on routable ``members``; ``None`` before any report."""
         with self._lock:
             latest = reversed(self._bookings.values())
-            return expected_wait(self._routable, members, latest, self._estimates, self._clock())
+            return expected_wait(self._routable.states, members, latest, self._estimates, self._clock())
 
     def state(self) -> dict[str, Any]:
         """``faults``, ``reasons`` of decisions, and sequences running on each replica that has reported."""
@@ -370,7 +335,7 @@ class Ledger:
             running = {
                 name: state.load.running for name, state in self._replicas.items() if state.load is not None
             }
-            return {"faults": self.faults, "reasons": dict(self._reasons), "running": running}
+            return {"faults": self.faults, "reasons": dict(self._chooser.reasons), "running": running}
 
     def stalled(self) -> list[str]:
         """Replicas whose engine has work and makes no progress."""
@@ -382,83 +347,6 @@ class Ledger:
         with self._lock:
             state = self._replicas.get(replica)
             return state is not None and state.suspects > state.alone
-
-    # ---- the choice
-
-    def _able(self, members: Collection[str] | None, requirement: Requirement | None) -> list[ReplicaState]:
-        """Routable ``members`` that meet ``requirement``."""
-        replicas = self._routable
-        if members is not None:
-            replicas = [state for state in replicas if state.replica in members]
-        if requirement is not None:
-            # There are few different profiles, often one.
-            unfit = [profile for profile in self._profiles if not requirement.met_by(profile)]
-            if unfit:
-                replicas = [state for state in replicas if state.profile not in unfit]
-            if requirement.alone:
-                replicas = [state for state in replicas if not state.alone and not state.suspects]
-        return replicas
-
-    def _candidates(
-        self, members: Collection[str] | None, meta: RoutingMeta, likely_victims: Collection[str]
-    ) -> list[ReplicaState]:
-        """Routable ``members`` that can run the request.
-
-        One that has run before returns to its replica, or goes to one that may stop soon, if no other is left.
-        """
-        replicas = self._able(members, meta.requirement)
-        if meta.avoid:
-            replicas = [state for state in replicas if state.replica != meta.avoid] or replicas
-            replicas = _that_stay(replicas, likely_victims)
-        return replicas
-
-    def _decide(self, replicas: Sequence[ReplicaState], request: RoutingRequest, now: float) -> RoutingDecision:
-        """Choose a replica. If the choice raises, take the least booked: a defect must not fail requests."""
-        try:
-            self._learn_last_decision()
-            views = self._views_of(replicas, now)
-            held = [0] * len(views)
-            if request.keys and self._index is not None and self._policy is _PREFIX:
-                self._index.expire(now)
-                found = self._index.longest(request.keys)
-                held = [found.get(view.replica, 0) for view in views]
-            decision = self._choose(views, held, request, self._estimates, now)
-        except Exception:  # noqa: BLE001
-            self._faults.add()
-            place = least_booked(replicas, range(len(replicas)), request._replace(keys=()))
-            return RoutingDecision(place, reason="fault")
-        if self._policy is _PREFIX:
-            self._unlearned = request, decision
-        return decision
-
-    def _views_of(self, replicas: Sequence[ReplicaState], now: float) -> list[ReplicaView]:
-        """Current views. A replica that has not reported, or has no prefill rate, counts as an average one."""
-        views = [view for state in replicas if (view := state.view)]
-        if len(views) < len(replicas):
-            for state in replicas:
-                if state.view is None:
-                    self._refresh(state)
-            views = [view for state in replicas if (view := state.view)]
-        if len(views) < len(replicas):
-            mean = average([state.load for state in replicas if state.load is not None])
-            views = [state.view or self._assumed(state, mean, now) for state in replicas]
-        return views
-
-    def _refresh(self, state: ReplicaState) -> None:
-        """Remake a replica's view; there is none while its load or its prefill rate is unknown."""
-        load = state.load
-        if load is not None and load.prefill_rate:
-            state.view = view_of(
-                state, load, state.reported_at, self._estimates, self._estimates.outputs.tokens
-            )
-
-    def _assumed(self, state: ReplicaState, mean: LoadReport, now: float) -> ReplicaView:
-        """The view of a replica of which too little is known; an average load is as of ``now``."""
-        output = self._estimates.outputs.tokens
-        if state.load is None:
-            return view_of(state, mean, now, self._estimates, output)
-        load = replace(state.load, prefill_rate=mean.prefill_rate)
-        return view_of(state, load, state.reported_at, self._estimates, output)
 
     def _book(
         self,
@@ -480,10 +368,9 @@ class Ledger:
         booking.alone = alone
         self._bookings[attempt] = booking
         state.add(booking)
-        self._outdated.append(state)
-        if keys and self._index is not None and self._policy is _PREFIX:
-            deadline = now + state.claim_seconds()
-            self._tried(self._index.claim, state.replica, keys, now, deadline, cached_blocks)
+        self._chooser.outdate(state)
+        if keys and self._chooser.by_prefix:
+            self._index.claim(state.replica, keys, now, now + state.claim_seconds(), cached_blocks)
         return booking
 
     def _release(self, attempt: int) -> bool:
@@ -492,69 +379,22 @@ class Ledger:
             return False
         state = self._replicas[booking.route.replica]
         if not booking.prefilled:
-            if booking.keys and self._index is not None:
-                self._tried(self._index.withdraw, state.replica, booking.keys)
+            if booking.keys:
+                self._index.withdraw(state.replica, booking.keys)
             state.end_prefill(booking)
         state.remove(booking)
-        self._outdated.append(state)
+        self._chooser.outdate(state)
         return True
 
     # ---- upkeep
 
     def _catch_up(self, now: float) -> None:
         """Do now, while no request waits, the upkeep that the next choice would otherwise have to do."""
-        self._learn_last_decision()
-        for state in self._outdated:
-            if state.view is None:
-                self._refresh(state)
-        self._outdated.clear()
-        if self._index is not None:
-            self._tried(self._index.expire, now)
-
-    def _learn_last_decision(self) -> None:
-        if self._unlearned is None:
-            return
-        (request, decision), self._unlearned = self._unlearned, None
-        output = request.sequences * request.output
-        self._estimates.learn_prompt(request.keys, decision.shared_blocks, output, request.retry)
-
-    def _list_routable(self) -> None:
-        self._routable = [state for state in self._replicas.values() if state.routable]
-        self._profiles = {state.profile for state in self._routable if state.profile is not None}
+        self._chooser.catch_up()
+        self._index.expire(now)
 
     def _forget_oldest(self) -> None:
         """Keep the histories of closed replicas for their next channels, but only of the most recent ones."""
         closed = [name for name, state in self._replicas.items() if state.route is None and not state.bookings]
         for name in closed[:-REMEMBERED]:
             del self._replicas[name]
-
-    # ---- defects in the index
-
-    def _guarded(self, replica: str, step: Callable[[], T]) -> T | None:
-        """If the index may be wrong about a replica's blocks, route to it by load alone."""
-        try:
-            return step()
-        except Exception:  # noqa: BLE001  (as in _decide)
-            self._faults.add()
-            if self._index is not None:
-                try:
-                    self._index.remove(replica)
-                except Exception:  # noqa: BLE001  (its blocks are hints: requests go on)
-                    self._stuck.add()
-            return None
-
-    def _tried(self, change: Callable[..., object], *arguments: object) -> None:
-        """Run a call of the index that is not part of a choice; an error in it must not fail a request."""
-        try:
-            change(*arguments)
-        except Exception:  # noqa: BLE001  (as in _decide)
-            self._faults.add()
-
-
-def _that_stay(replicas: list[ReplicaState], likely_victims: Collection[str]) -> list[ReplicaState]:
-    """Without likely victims, and of these without those that a redeploy will replace; all, if none is left."""
-    replicas = [state for state in replicas if state.replica not in likely_victims] or replicas
-    if len({state.build.version for state in replicas}) > 1:
-        newest = max(replicas, key=lambda state: state.build.started_at).build.version
-        replicas = [state for state in replicas if state.build.version == newest]
-    return replicas

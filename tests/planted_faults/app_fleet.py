@@ -100,7 +100,7 @@ FLEET: list[Fault] = [
         "an engine runs suspects of two ingresses at a time",
     ),
     Fault(
-        "app/routing/ledger.py",
+        "app/routing/routable_replicas.py",
         "not state.alone and not state.suspects",
         "not state.alone",
         ("app/routing/test_ledger.py",),
@@ -247,7 +247,7 @@ FLEET: list[Fault] = [
         "neighbors are blamed for what a suspect did",
     ),
     Fault(
-        "app/routing/ledger.py",
+        "app/routing/routable_replicas.py",
         "            if requirement.alone:",
         "            if False:",
         _FAULTS,
@@ -310,14 +310,14 @@ FLEET: list[Fault] = [
         "a request that gets nowhere keeps a replica from stopping",
     ),
     Fault(
-        "app/routing/ledger.py",
+        "app/routing/routable_replicas.py",
         "    replicas = [state for state in replicas if state.replica not in likely_victims] or replicas\n",
         "",
         _DRAIN,
         "streams move to replicas that stop next",
     ),
     Fault(
-        "app/routing/ledger.py",
+        "app/routing/routable_replicas.py",
         "    if len({state.build.version for state in replicas}) > 1:",
         "    if False:",
         _DRAIN,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from routing_cases import LOADS
 from routing_support import BLOCK, Fleet, prefix, view
 
-from app.routing import ledger as ledgers
+from app.routing import chooser
 from app.routing.ledger import Ledger
 from app.routing.load import LoadReport
 from app.routing.replica_state import Booking, Route
@@ -106,14 +106,14 @@ def test_any_sequence_of_calls_keeps_totals_and_views_current(
 
 def test_a_burst_of_decisions_makes_one_view_anew_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    original = ledgers.view_of
+    original = chooser.view_of
 
     def counted(*arguments: object) -> object:
         made.append(arguments)
         return original(*arguments)  # type: ignore[arg-type]
 
     fleet = Fleet(8)
-    monkeypatch.setattr(ledgers, "view_of", counted)
+    monkeypatch.setattr(chooser, "view_of", counted)
     for name in range(20):
         fleet.send(1607, prefix(name, 100))
     assert len(made) == 19
