@@ -36,7 +36,7 @@ class DeployError(ConfigError, RayServeException):  # type: ignore[misc]
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application with the options in ``args``; ``app/config.py`` declares them.
+    """The application with the options in ``args``; ``app/option_groups.py`` declares them.
 
     Serve runs this before it replaces anything, so everything that can be checked is checked here.
 

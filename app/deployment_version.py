@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve._private.config import DeploymentConfig
 from ray.serve.deployment import Deployment
 
-from app import config
+from app import option_groups
 from app.config import AppConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +37,7 @@ def with_version(deployment: Deployment, version: str) -> Deployment:
     return deployment
 
 
-def version_of(options: AppConfig, deployment: config.Deployment, replica_class: type) -> str:
+def version_of(options: AppConfig, deployment: option_groups.Deployment, replica_class: type) -> str:
     """Differs where replicas must be replaced: by the options that concern them, or by their code."""
     made_of = {
         "options": options.fixed(deployment),

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray import serve
 
-from app import config, serve_status
+from app import option_groups, serve_status
 from app.api.api_server import ApiServer
 from app.api.openai_service import OpenAIService
 from app.api.prompt_tokenizer import PromptTokenizer
@@ -32,7 +32,7 @@ from app.routing.waiting import ExpectedWait
 from engine.models.identity import tokenizer_digest
 
 
-def routing_policy(routing: config.Routing) -> Policy:
+def routing_policy(routing: option_groups.Routing) -> Policy:
     """How the ledger chooses; with Serve's own routers it gets one candidate."""
     return Policy(routing) if routing in list(Policy) else Policy.LEAST_TOKENS
 
@@ -53,7 +53,7 @@ def wait_estimator(engine: Any) -> Callable[[], ExpectedWait | None]:
     return expected
 
 
-def subset_of(options: config.IngressOptions) -> Subset | None:
+def subset_of(options: option_groups.IngressOptions) -> Subset | None:
     """The part of the fleet that this Serve replica, an ingress, routes to; ``None``: all of it."""
     size, ingresses = options.replicas_per_ingress, options.ingress_replicas
     if size is None or ingresses == 1:

@@ -9,7 +9,7 @@ from ray import cloudpickle
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 import app.autoscaling
-from app.config import ScalingOptions
+from app.option_groups import ScalingOptions
 
 POLICIES = {
     "kv_demand": "app.autoscaling.policy.KvDemandPolicy",

@@ -26,11 +26,11 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 
-from app.config import LaunchOptions
 from app.launch import serving
 from app.launch.instance import Instance
 from app.launch.port_block import PortBlock
 from app.launch.ray_processes import left_out
+from app.option_groups import LaunchOptions
 from loadtests.report import ROOT
 
 START_TIMEOUT_S = 600.0  # of a machine that may be busy

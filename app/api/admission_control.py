@@ -10,9 +10,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.api.key_limits import KeyLimits
 from app.api.live_requests import LiveRequests, Permit
 from app.api.request_record import RequestRecord
-from app.config import IngressOptions
 from app.dashboard.recent_requests import RecentRequests
 from app.fleet.overload import OverloadControl
+from app.option_groups import IngressOptions
 from engine.errors import InvalidRequestError
 
 

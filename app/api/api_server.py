@@ -23,7 +23,6 @@ from app.api.request_record import RequestRecord
 from app.api.request_trace import RequestTracer
 from app.api.server_state import health_response
 from app.api.tenant import sender_of
-from app.config import IngressOptions
 from app.dashboard.block_maps import BlockMaps
 from app.dashboard.live_feed import LiveFeed
 from app.dashboard.prefix_flows import PrefixFlows
@@ -34,6 +33,7 @@ from app.fleet.ingress_lag import IngressLag
 from app.metrics.exposition import CONTENT_TYPE
 from app.metrics.fleet_figures import FleetFigures, ModelFigures, nobody
 from app.metrics.samples import Process
+from app.option_groups import IngressOptions
 from app.routing.prefix_flow import PrefixGroup
 from engine.kv.block_groups import GroupBy
 from engine.kv.block_map import BlockMap

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from app.api.errors import overloaded, too_many_live, too_much_of_a_client
-from app.config import IngressOptions
 from app.fleet.overload import OverloadControl
+from app.option_groups import IngressOptions
 from engine.errors import InvalidRequestError, QuireError
 
 CLIENT_SHARE = 0.875

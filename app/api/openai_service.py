@@ -30,13 +30,13 @@ from app.api.responses.request import ResponsesRequest
 from app.api.server_state import ModelState
 from app.api.tokenization import DetokenizeRequest, TokenizeRequest
 from app.api.tools.families import ModelFamily
-from app.config import IngressOptions
 from app.dashboard.recent_requests import RecentRequests
 from app.fleet.cache_reset import CacheReset
 from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import UnavailableError
 from app.fleet.overload import OverloadControl
 from app.metrics.request_figures import RequestFigures
+from app.option_groups import IngressOptions
 from app.routing.prefix_flow import PrefixFlow, PrefixGroup
 from engine.kv.block_groups import GroupBy
 from engine.kv.block_map import BlockMap

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from app.api.caller import Caller
-from app.config import IngressOptions
 from app.fleet.journal import AttemptNotes, Journal
+from app.option_groups import IngressOptions
 
 if TYPE_CHECKING:  # loaded only where there are traces
     from opentelemetry.sdk.trace.export import SpanExporter

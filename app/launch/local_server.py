@@ -19,13 +19,14 @@ from typing import Any
 
 import psutil
 
-from app.config import ENGINE_DEPLOYMENT, ENV_PREFIX, LaunchOptions, ServedModel
+from app.config import ENGINE_DEPLOYMENT, ENV_PREFIX, ServedModel
 from app.launch import serving
 from app.launch.haproxy import TLS
 from app.launch.instance import Instance
 from app.launch.model_starts import ModelStarts
 from app.launch.ray_processes import left_out, proxies_later, without_agents
 from app.launch.terminal import Progress, Say
+from app.option_groups import LaunchOptions
 from engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

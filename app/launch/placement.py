@@ -10,7 +10,8 @@ from typing import Any
 
 import ray
 
-from app.config import MAX_REPLICAS, AppConfig, ServedModel
+from app.config import AppConfig, ServedModel
+from app.option_groups import MAX_REPLICAS
 from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.config import LaunchOptions
 from app.launch import haproxy
+from app.option_groups import LaunchOptions
 
 APP_NAME = "quire"
 IMPORT_PATH = "app.application:build"

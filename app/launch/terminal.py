@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from app.config import AppConfig, ScalingOptions, ServedModel
+from app.config import AppConfig, ServedModel
 from app.launch.preflight import Fit
+from app.option_groups import ScalingOptions
 
 PROGRESS_EVERY_S = 5.0
 

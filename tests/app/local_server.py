@@ -23,10 +23,10 @@ from app.api.openai_service import OpenAIService
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.routes import make_api
 from app.api.tokenizer_parts import TokenizerParts
-from app.config import IngressOptions
 from app.fleet.cache_reset import CacheReset
 from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
+from app.option_groups import IngressOptions
 from app.routing.prefix_flow import PrefixFlow
 from engine.config import EngineConfig
 from engine.engine_thread import EngineThread, StepOutputs

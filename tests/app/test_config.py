@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app import application, config
+from app import application, config, option_groups
 from app.launch import serving
 from engine.errors import ConfigError
 
@@ -257,14 +257,14 @@ def declared() -> list[list[str]]:
 
 
 def test_choices_and_routers_agree() -> None:
-    assert set(config.ROUTERS) == set(typing.get_args(config.Routing))
+    assert set(config.ROUTERS) == set(typing.get_args(option_groups.Routing))
 
 
 def test_launch_options_have_their_own_place(caplog: pytest.LogCaptureFixture) -> None:
-    assert config.load({"host": "::1", "port": "8001"}, {}).launch == config.LaunchOptions(
+    assert config.load({"host": "::1", "port": "8001"}, {}).launch == option_groups.LaunchOptions(
         host="::1", port=8001
     )
-    assert config.load({}, {"QUIRE_PORT": "1", "QUIRE_HOST": "x"}).launch == config.LaunchOptions()
+    assert config.load({}, {"QUIRE_PORT": "1", "QUIRE_HOST": "x"}).launch == option_groups.LaunchOptions()
     assert len(caplog.records) == 2
     with pytest.raises(ConfigError, match="args cannot set port; set http_options"):
         application.build({"port": 8001})

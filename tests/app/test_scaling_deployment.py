@@ -12,7 +12,7 @@ import pytest
 from ray import cloudpickle
 from ray.serve._private.config import DeploymentConfig
 
-from app import application, config, scaling_deployment
+from app import application, config, option_groups, scaling_deployment
 from app.autoscaling.scaling_config import ScalingConfig
 from app.autoscaling.snapshot import ReplicaStats
 from engine.errors import ConfigError
@@ -22,7 +22,7 @@ class Replica:
     """Stands for the engine replica's class."""
 
 
-def options(**args: Any) -> config.ScalingOptions:
+def options(**args: Any) -> option_groups.ScalingOptions:
     return config.load(args, {}).scaling
 
 
@@ -61,7 +61,7 @@ def numbers() -> dict[str, tuple[float, float]]:
     names = ["ttft_target_s", "tpot_target_s", "scaling_reserve", "occupancy_target", "scale_down_after_s"]
     found = {}
     for name in [*names, "startup_s"]:
-        bounds = {type(one).__name__: one for one in config.ScalingOptions.model_fields[name].metadata}
+        bounds = {type(one).__name__: one for one in option_groups.ScalingOptions.model_fields[name].metadata}
         found[name] = bounds["Ge"].ge, bounds["Le"].le
     return found
 
@@ -146,7 +146,7 @@ print(policy(ctx)[0], policy.faults.count)
 """
 
 
-@pytest.mark.parametrize("policy", get_args(config.ScalingPolicy))
+@pytest.mark.parametrize("policy", get_args(option_groups.ScalingPolicy))
 def test_the_controller_can_run_it_without_quire(policy: str) -> None:
     got = deployed(max_replicas=4, scaling_policy=policy).autoscaling_config
     assert got is not None

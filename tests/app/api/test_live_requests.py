@@ -8,8 +8,8 @@ from local_server import LocalServer
 
 from app.api.errors import ApiError
 from app.api.live_requests import LiveRequests
-from app.config import IngressOptions
 from app.fleet.overload import OverloadControl
+from app.option_groups import IngressOptions
 from app.routing.waiting import ExpectedWait
 from engine.errors import InvalidRequestError
 

@@ -26,11 +26,11 @@ from app.api.request_trace import RequestTracer
 from app.api.routes import make_api
 from app.channel.engine_channel import EngineChannel
 from app.channel.wire import Record, unpack_frame
-from app.config import IngressOptions
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import GenerateRequest
 from app.ingress import IngressReplica
 from app.logs import FIELDS
+from app.option_groups import IngressOptions
 from app.routing.cost import TERMS
 from engine.errors import InvalidRequestError, QuireError
 

@@ -19,9 +19,9 @@ from app.api.errors import CANNOT_START_S, fault_of, too_many_live
 from app.api.keys import KeyFile, digest_of
 from app.api.openai_service import OpenAIService
 from app.api.routes import make_api
-from app.config import IngressOptions
 from app.fleet.cache_reset import CacheReset
 from app.fleet.generation import CannotStartError, UnavailableError
+from app.option_groups import IngressOptions
 
 NAMES = ("small", "Other/Large", "sleeper")
 ASKED: dict[str, dict[str, Any]] = {

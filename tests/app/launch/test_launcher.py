@@ -22,7 +22,7 @@ from ray.serve.schema import APIType
 from safetensors.torch import save_file
 
 from app import __main__ as command
-from app import config
+from app import config, option_groups
 from app.launch import launcher, local_server, preflight, serving, terminal
 from app.launch.instance import Instance
 from app.launch.model_starts import RETRY_S, SETTLE_S, ModelStarts
@@ -229,7 +229,7 @@ def test_a_status_that_cannot_be_read_does_not_end_the_server(
     client = SimpleNamespace(_controller=Controller(fault))
     monkeypatch.setattr("ray.serve.context._get_global_client", lambda: client)
     monkeypatch.setattr("ray.get", get)
-    assert local_server.LocalServer(config.LaunchOptions(port=1), instance).ready() is None
+    assert local_server.LocalServer(option_groups.LaunchOptions(port=1), instance).ready() is None
 
 
 def test_a_node_of_ray_that_is_late_is_told_in_one_line(
@@ -241,13 +241,13 @@ def test_a_node_of_ray_that_is_late_is_told_in_one_line(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr("ray.init", late)
     with pytest.raises(ConfigError, match=r"^Ray does not start: Exception: The current node timed out"):
-        local_server.LocalServer(config.LaunchOptions(), instance).start()
+        local_server.LocalServer(option_groups.LaunchOptions(), instance).start()
 
 
 def test_another_servers_health_does_not_count(monkeypatch: pytest.MonkeyPatch, instance: Instance) -> None:
     body = {"instance": "other", "routable": 1}
     monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout, context: io.StringIO(json.dumps(body)))
-    server = local_server.LocalServer(config.LaunchOptions(), instance)
+    server = local_server.LocalServer(option_groups.LaunchOptions(), instance)
     assert server._health() == {}
     body["instance"] = "mine"
     assert server._health() == body
@@ -323,7 +323,7 @@ def test_ports_of_version_6(instance: Instance) -> None:
         with pytest.raises(ConfigError, match=r"cannot listen on ::1:.*port="):
             preflight.check_port("::1", port)
     preflight.check_port("::1", port)
-    server = local_server.LocalServer(config.LaunchOptions(host="::", port=port), instance)
+    server = local_server.LocalServer(option_groups.LaunchOptions(host="::", port=port), instance)
     assert server.url == f"http://[::1]:{port}"
 
 
@@ -449,7 +449,7 @@ def test_replicas_have_not_gone_while_another_deploy_builds(
     monkeypatch: pytest.MonkeyPatch, instance: Instance
 ) -> None:
     """Meanwhile Serve names no deployment, though all run on."""
-    server = local_server.LocalServer(config.LaunchOptions(), instance)
+    server = local_server.LocalServer(option_groups.LaunchOptions(), instance)
     course = iter([status_of(engine="HEALTHY", ingress="HEALTHY"), status_of(), status_of(engine="UPDATING")])
     monkeypatch.setattr(server, "_details", lambda: SimpleNamespace(_get_status=lambda: next(course)))
     assert [server.ready() for _ in range(3)] == [1, None, 0]
@@ -462,7 +462,7 @@ def deploy_two(monkeypatch: pytest.MonkeyPatch, instance: Instance, *course: Sim
     monkeypatch.setattr("app.launch.placement.cluster_nodes", lambda: [{"CPU": 2.0}])
     monkeypatch.setattr("ray.serve.run_many", lambda *_, **__: None)
     monkeypatch.setattr("ray.serve.status", lambda: next(statuses))
-    server = local_server.LocalServer(config.LaunchOptions(), instance)
+    server = local_server.LocalServer(option_groups.LaunchOptions(), instance)
     monkeypatch.setattr(server, "_health", lambda: {"models": {"a": {"routable": 1}, "b": {"routable": 0}}})
     models = config.served_models(config.load({"models": {"a": {}, "b": {}}}, {}))
     said: list[str] = []
@@ -495,7 +495,7 @@ class Attended:
         self.tried: list[dict[str, int]] = []
         self.now = 100.0
         self.source: APIType | None = APIType.IMPERATIVE
-        self.server = server = local_server.LocalServer(config.LaunchOptions(), instance)
+        self.server = server = local_server.LocalServer(option_groups.LaunchOptions(), instance)
         server._models = config.served_models(config.load({"models": {"a": {}, "b": {}}}, {}))
         server._say, server._starts = self.said.append, ModelStarts(server._models, "ingress", self.said.append)
         monkeypatch.setattr(server, "_details", self._details)
@@ -563,7 +563,7 @@ def test_a_proxy_that_does_not_start_ends_the_start(
     monkeypatch: pytest.MonkeyPatch, instance: Instance
 ) -> None:
     """Serve does not wait for it, and without it the launcher would, for as long as any start may take."""
-    server = local_server.LocalServer(config.LaunchOptions(), instance)
+    server = local_server.LocalServer(option_groups.LaunchOptions(), instance)
     server._check_proxies()  # Serve had none to start
 
     def answer(proxies: list[str]) -> None:
