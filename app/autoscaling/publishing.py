@@ -39,7 +39,7 @@ _LASTS_S = 5.0
 _REPEATED_S = 2.0
 """A decision that changes nothing is published this often."""
 
-_DESCRIPTIONS = {
+DESCRIPTIONS = {
     "quire_scaling_target": "Replicas that the policy requests or, in shadow mode, would request.",
     "quire_scaling_running": "Running replicas.",
     "quire_scaling_need_replicas": "Replicas that each kind of demand needs, without the reserve.",
@@ -50,6 +50,7 @@ _DESCRIPTIONS = {
     "quire_scaling_faults": "Failed decisions, and failures to publish them.",
     "quire_scaling_victims": "Stopped replicas, by whether they were predicted.",
 }
+"""Of each gauge and counter. They are here because Serve's controller imports nothing but this package."""
 
 
 class Sink(Protocol):
@@ -109,7 +110,7 @@ class RaySink:
             from ray.util import metrics
 
             make = getattr(metrics, kind)
-            self._metrics[name] = make(name, description=_DESCRIPTIONS[name], tag_keys=tuple(tags))
+            self._metrics[name] = make(name, description=DESCRIPTIONS[name], tag_keys=tuple(tags))
         return self._metrics[name]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from app.autoscaling.publishing import DESCRIPTIONS
 from app.autoscaling.scaling_config import ScalingConfig
 from app.routing.policies import ROUTING_REASONS
 from engine.request import FinishReason
@@ -84,7 +85,11 @@ def _histogram(source: Source, name: str, meaning: str, bounds: tuple[float, ...
     return Metric(name, MetricKind.HISTOGRAM, source, meaning, bounds=bounds)
 
 
-_E, _I, _S = Source.ENGINE, Source.INGRESS, Source.SCALING
+def _scaling(kind: MetricKind, name: str, label: str = "", *values: str) -> Metric:
+    return Metric(name, kind, Source.SCALING, DESCRIPTIONS[PREFIX + name], (label,) if label else (), values)
+
+
+_E, _I = Source.ENGINE, Source.INGRESS
 _RECOVERIES = tuple(recovery.value for recovery in Recovery)
 _REASONS = tuple(reason.value for reason in FinishReason)
 
@@ -221,30 +226,13 @@ TABLE: tuple[Metric, ...] = (
     _counter(_E, "grammar_faults", "Structured outputs not checked because the checking process failed."),
     _counter(_E, "lost_leases", "Times an ingress sent no heartbeat for 5 s, so its tokens were held back."),
     # The scaling policy, in Serve's controller.
-    _gauge(_S, "scaling_target", "Replicas that the policy requests or, in shadow mode, would request."),
-    _gauge(_S, "scaling_running", "Running replicas."),
-    _gauge(
-        _S,
-        "scaling_need_replicas",
-        "Replicas that each kind of demand needs, without the reserve.",
-        "need",
-        "kv",
-        "prefill",
-        "decode",
-    ),
-    _gauge(_S, "scaling_demand", "KV demand as a share of the running replicas' pools; can exceed 1."),
-    _gauge(_S, "scaling_reason", "1 for the reason of the last decision, 0 for earlier ones.", "reason"),
-    _gauge(_S, "scaling_held", "1 for what holds the target now, 0 for earlier causes.", "held_by"),
-    _gauge(_S, "scaling_missing_reports", "Running replicas without a fresh report."),
-    _counter(
-        _S,
-        "scaling_faults",
-        "Failed decisions, and failures to publish them.",
-        "part",
-        "decision",
-        "publishing",
-    ),
-    _counter(
-        _S, "scaling_victims", "Stopped replicas, by whether they were predicted.", "predicted", "yes", "no"
-    ),
+    _scaling(MetricKind.GAUGE, "scaling_target"),
+    _scaling(MetricKind.GAUGE, "scaling_running"),
+    _scaling(MetricKind.GAUGE, "scaling_need_replicas", "need", "kv", "prefill", "decode"),
+    _scaling(MetricKind.GAUGE, "scaling_demand"),
+    _scaling(MetricKind.GAUGE, "scaling_reason", "reason"),
+    _scaling(MetricKind.GAUGE, "scaling_held", "held_by"),
+    _scaling(MetricKind.GAUGE, "scaling_missing_reports"),
+    _scaling(MetricKind.COUNTER, "scaling_faults", "part", "decision", "publishing"),
+    _scaling(MetricKind.COUNTER, "scaling_victims", "predicted", "yes", "no"),
 )
