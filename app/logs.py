@@ -33,7 +33,7 @@ class TextFormatter(logging.Formatter):
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         text = " ".join([record.getMessage(), *(f"{name}={value}" for name, value in _fields(record).items())])
         origin = f"{record.levelname} {self._process} {record.name}"
-        line = f"{moment}.{int(record.msecs):03d} {origin}: {_one_line(text)}"
+        line = f"{moment}.{int(record.msecs):03d} {origin}: {_escaped(text)}"
         return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
 
 
@@ -98,7 +98,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return fields
 
 
-def _one_line(text: str) -> str:
+def _escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -21,7 +21,7 @@ from app.api.tokenizer_parts import TokenizerParts
 from app.api.tools.conversation import plain_turns, turns
 from app.api.tools.families import ModelFamily
 from app.api.tools.tool_use import NO_TOOLS, Tool, ToolUse
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, one_line
 from engine.template_errors import TEMPLATE_ERRORS
 from engine.text import TextDecoder
 
@@ -354,7 +354,7 @@ class PromptTokenizer:
 
 def _refused(error: Exception) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the model's chat template rejects these messages: {str(error) or type(error).__name__}",
+        f"the model's chat template rejects these messages: {one_line(error)}",
         "messages",
         "chat_template_error",
     )

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import httpx
 
 from app.config import CLIENT_KEY
+from engine.errors import one_line
 
 AGAIN_S = 2.0
 """Pause before a server that did not answer, or refused, is asked again."""
@@ -167,4 +168,4 @@ def _reason(error: Exception) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
-    return str(error) or type(error).__name__
+    return one_line(error)

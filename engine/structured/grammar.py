@@ -126,7 +126,7 @@ def build_grammar(tokenizer: LLTokenizer, form: StructuredOutput, grammar: str) 
 
 def refused(form: StructuredOutput, reason: str) -> InvalidRequestError:
     """The error for a form that cannot be compiled."""
-    text = " ".join(reason.replace("<non-verbose/>", "").split())
+    text = plain(reason)
     if text.startswith("NoExtension"):
         text = _NOTHING
     text = text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}…"
@@ -135,6 +135,11 @@ def refused(form: StructuredOutput, reason: str) -> InvalidRequestError:
         "structured_output",
         "invalid_grammar",
     )
+
+
+def plain(reason: str) -> str:
+    """The library's message on one line, without its markup."""
+    return " ".join(reason.replace("<non-verbose/>", "").split())
 
 
 def _of_schema(schema: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.structured.budget import TOKEN_S
-from engine.structured.grammar import Grammar
+from engine.structured.grammar import Grammar, plain
 
 _BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
 
@@ -48,7 +48,7 @@ class Matcher:
             matcher.unsafe_compute_mask_ptr(self._address, self.mask.nbytes)
         if matcher.is_error():
             self.mask.fill(-1)
-            return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+            return plain(matcher.get_error())
         if not self._grammar.budget.spend(thread_time() - began, len(tokens)):
             self.mask.fill(-1)
             return f"following it takes more than {TOKEN_S * 1000:g} ms per token; simplify it"
