@@ -13,7 +13,7 @@ from app.launch import model_store, serving
 from app.launch.access import check_access
 from app.launch.instance import Instance
 from app.launch.local_server import LocalServer
-from app.launch.preflight import check_models, check_port, naming
+from app.launch.preflight import check_memory_of_models, check_port, naming
 from app.launch.terminal import ReplicaWatch, Say, announce, shared_cores
 from engine.devices import usable_cores
 from engine.errors import ConfigError
@@ -47,7 +47,7 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
     for model in models:
         with naming(model):
             folders.append(model_store.resolve(model.options.service.model))
-    fits = check_models(models, folders)
+    fits = check_memory_of_models(models, folders)
     if any(fit.pool is not None for fit in fits):
         on_cpu = [model for model, fit in zip(models, fits, strict=True) if fit.pool is not None]
         for line in shared_cores(on_cpu, usable_cores()):

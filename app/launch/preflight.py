@@ -62,7 +62,7 @@ class Need(NamedTuple):
     bytes: int = 0
 
 
-def check_models(
+def check_memory_of_models(
     models: Sequence[ServedModel], folders: Sequence[Path], available: int | None = None
 ) -> list[Fit]:
     """:func:`check_memory` for all models together, each with its folder and the maximum number of engines.

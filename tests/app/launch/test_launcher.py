@@ -378,7 +378,7 @@ def test_models_share_the_memory(tmp_path: Path) -> None:
     """Each of four engines may use a quarter of what all weights leave."""
     save_model(tmp_path, "bfloat16")
     needed = 4 * preflight.PROCESS_BYTES + (2 + 3 * 4) * WEIGHTS
-    a, b = preflight.check_models(two_models(tmp_path), [tmp_path] * 2, needed + GIB)
+    a, b = preflight.check_memory_of_models(two_models(tmp_path), [tmp_path] * 2, needed + GIB)
     assert a.pool is not None
     assert b.pool is not None
     assert a.pool.num_blocks == GIB // 8 // (16 * TOKEN)
@@ -386,7 +386,7 @@ def test_models_share_the_memory(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"models: a: an engine replica needs .* pool, 3 of other models another"
     ):
-        preflight.check_models(two_models(tmp_path), [tmp_path] * 2, needed)
+        preflight.check_memory_of_models(two_models(tmp_path), [tmp_path] * 2, needed)
 
 
 def test_the_share_of_each_model_is_announced(tmp_path: Path) -> None:
@@ -600,7 +600,7 @@ def test_models_of_a_file_reach_the_replicas(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher.model_store, "resolve", lambda name: tmp_path / name)
     monkeypatch.setattr(
-        launcher, "check_models", lambda models, folders: [preflight.Fit("bfloat16", None, 1)] * 2
+        launcher, "check_memory_of_models", lambda models, folders: [preflight.Fit("bfloat16", None, 1)] * 2
     )
     given: dict[str, Any] = {}
 
