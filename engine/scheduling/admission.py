@@ -33,6 +33,7 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
     room = _Room(state, plan)
     hits = Hits()
     passed: list[Sequence] = []
+    behind: set[Account] = set()  # passed over for want of tokens: each is left a slot by other clients
     if not shares.begun:
         begin_prefills(state, plan.budget_left, 0)
     full = False  # slots or blocks have run out, so no newcomer can start
@@ -69,7 +70,9 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
                 break
             else:
                 allowed = shares.allowed(sequence, _prefill_tokens(state, sequence))
-                tokens = allowed > 0
+                account = sequence.ticket.account
+                left = state.max_num_seqs - state.num_seqs - len(behind - {account})
+                tokens = allowed > 0 and (left >= sequence.num_seqs or not state.running)
                 if tokens:
                     _start(state, position, plan, allowed)
                     room.started(sequence)
@@ -81,6 +84,7 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
             without_tokens += 1
             if without_tokens > _MAX_WITHOUT_TOKENS or sequence.overtakes >= state.max_overtakes:
                 break
+            behind.add(sequence.ticket.account)
             others += sequence.num_seqs
         if sequence.state is not SequenceState.WAITING:
             room.withheld += _blocks_in_all(state, sequence)

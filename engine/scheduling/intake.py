@@ -80,18 +80,17 @@ class Intake:
         priority, arrival = float(request.priority), request.arrival or self._clock()
         if self._priority_aging is not None:
             priority, arrival = 0.0, arrival + self._priority_aging * request.priority
-        ticket, moved = self._state.fair.enter(
+        running, waiting = self._state.first_starts(priority)
+        return self._state.fair.enter(
             request.request_id,
             numbers,
             client=request.client,
             priority=priority,
             arrival=arrival,
             work=self._workload.expected_work(request, max_total_tokens),
-            oldest=self._state.oldest_start(priority),
+            oldest=min(running, waiting),
+            next_start=waiting,
         )
-        for other in moved:
-            self._state.requeue(other)
-        return ticket
 
     def _sequence(
         self,

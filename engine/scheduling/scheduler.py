@@ -149,6 +149,9 @@ class Scheduler:
         budget = self._lone_budget if len(state.sequences) == 1 else state.token_budget
         plan = self._uncommitted = StepPlan(budget)
         if state.waiting:
+            moved = state.fair.settle()
+            if moved:
+                state.reorder(moved)
             preempt_for_first(state, plan)
         _continue_running(state, plan)
         state.reserve.adapt(plan.out_of_blocks)

@@ -85,13 +85,14 @@ class SchedulerState:
         self._add(sequence)
         self._wait(sequence)
 
-    def requeue(self, ticket: Ticket) -> None:
-        """Reorder a request that has not run yet: its start has changed."""
-        for number in ticket.numbers:
-            sequence = self.sequences[ticket.request_id, number]
-            del self.waiting[bisect_left(self.waiting, sequence.order, key=_order)]
-            sequence.order = order_of(ticket, number)
-            insort(self.waiting, sequence, key=_order)
+    def reorder(self, tickets: Iterable[Ticket]) -> None:
+        """Put requests that have not run yet in order again: their starts have changed."""
+        for ticket in tickets:
+            for number in ticket.numbers:
+                sequence = self.sequences.get((ticket.request_id, number))
+                if sequence is not None:
+                    sequence.order = order_of(ticket, number)
+        self.waiting.sort(key=_order)
 
     def start(self, position: int) -> Sequence:
         """Let the waiting sequence at ``position`` run; it has no blocks yet."""
@@ -224,14 +225,14 @@ class SchedulerState:
                 found.append(((sequence.request_id, str(tenant)), *tables))
         return found
 
-    def oldest_start(self, priority: float) -> float:
-        """The first start of all live sequences of one priority, in virtual time; 0 if there are none."""
+    def first_starts(self, priority: float) -> tuple[float, float]:
+        """The first start of running and of waiting sequences of one priority; infinity if there are none."""
         starts = []
         for sequences in (self.running, self.waiting):
             place = bisect_left(sequences, (priority, -math.inf, 0.0, "", 0), key=_order)
-            if place < len(sequences) and sequences[place].order[0] == priority:
-                starts.append(sequences[place].order[1])
-        return min(starts, default=0.0)
+            found = place < len(sequences) and sequences[place].order[0] == priority
+            starts.append(sequences[place].order[1] if found else math.inf)
+        return starts[0], starts[1]
 
     def count_alone(self, sequence: Sequence) -> None:
         """Count a running sequence as a single one from now on, because its group is about to be forked."""
