@@ -88,6 +88,10 @@ class BlockPool:
         """How many block tables hold ``block``; 0 for ``NO_BLOCK``."""
         return self._references[block]
 
+    def count_referenced(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` some table holds."""
+        return sum(map(bool, map(self._references.__getitem__, blocks)))
+
     def generation(self, block: int) -> int:
         """How often ``block`` has been handed out: while it stays the same, what was written stays, too."""
         return self._generations[block]
@@ -144,16 +148,19 @@ class BlockPool:
             InvariantError: a block is free: what it held may be gone.
         """
         blocks = tuple(blocks)
+        references, keyed = self._references, self._keyed
         for block in blocks:
-            if not self._references[block] and not self._keyed[block] and block != NO_BLOCK:
+            if not references[block] and not keyed[block] and block != NO_BLOCK:
                 raise InvariantError(f"block {block} was shared after it was freed")
         for block in blocks:
-            if not self._references[block]:
+            held = references[block]
+            if not held:
                 if block == NO_BLOCK:
                     continue
                 self._unlink(block)
-            self._references[block] += 1
-            self._num_shared += self._references[block] == 2
+            elif held == 1:
+                self._num_shared += 1
+            references[block] = held + 1
 
     def release(self, table: Sequence[int]) -> None:
         """Drop one reference to each block of ``table``, the last block first.

@@ -86,9 +86,13 @@ class PrefixIndex:
         node = hint if hint is not None and hint.alive else self._roots.get(root)
         if node is None:
             return None
-        size = self._pool.block_size
+        size, hash_tokens = self._pool.block_size, self._hash
         for start in range(node.depth * size, max_tokens - size + 1, size):
-            child = self._child(node, tuple(token_ids[start : start + size]))
+            # ``_child``, inlined: half of the time of an admission was spent here.
+            tokens = tuple(token_ids[start : start + size])
+            child = node.children.get(hash_tokens(tokens))
+            while child is not None and child.tokens != tokens:
+                child = child.sibling
             if child is None:
                 break
             node = child

@@ -248,7 +248,7 @@ def blocks_needed(state: SchedulerState, sequence: Sequence, hits: Hits | None =
 
 def _num_referenced(state: SchedulerState, node: PrefixNode) -> int:
     """Blocks of a hit that are referenced."""
-    return sum(map(bool, map(state.pool.references, state.index.blocks(node))))
+    return state.pool.count_referenced(state.index.blocks(node))
 
 
 def is_next_block_scheduled(state: SchedulerState, sequence: Sequence, plan: StepPlan) -> bool:

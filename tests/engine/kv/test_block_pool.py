@@ -96,6 +96,14 @@ def test_sharing_a_cached_block_saves_it_from_eviction() -> None:
     assert pool.references(1) == 1
 
 
+def test_referenced_blocks_are_counted_however_many_tables_hold_them() -> None:
+    pool = BlockPool(8, 16)
+    held = take(pool, 3)
+    pool.share(held[:1])
+    assert pool.count_referenced([*held, 5, NO_BLOCK]) == 3
+    assert pool.count_referenced([]) == 0
+
+
 def test_unkeying_frees_a_cached_block_and_only_marks_a_held_one() -> None:
     pool = BlockPool(2, 16)
     table = take(pool, 2)
