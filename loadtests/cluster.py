@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import logging
 import os
 import secrets
@@ -259,17 +260,16 @@ class LocalCluster:
 
     def stop(self) -> None:
         """Everything that was started, processes included."""
-        with contextlib.suppress(Exception):
-            serve.shutdown()
         children = [
             process for process in psutil.Process().children(recursive=True) if process.pid not in self._before
         ]
-        ray.shutdown()
+        with contextlib.redirect_stdout(io.StringIO()):  # Ray lists there what ends with Serve's controller
+            with contextlib.suppress(Exception):
+                serve.shutdown()
+            ray.shutdown()
         left = psutil.wait_procs(children, timeout=5)[1]
         # A proxy whose parent has died is nobody's child; its command names this cluster's folder.
-        left += [
-            process for process in psutil.process_iter() if str(self._instance.folder) in _command(process)
-        ]
+        left += [one for one in psutil.process_iter() if str(self._instance.folder) in _command(one)]
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
