@@ -270,8 +270,7 @@ class ScalingOptions(Group):
     )
     engine_cpus: float | None = option(
         None,
-        "CPUs that one engine requests from Ray. `auto`: on several nodes its share of the smallest; else it "
-        "reserves none",
+        "CPUs that one engine requests from Ray. `auto`: none to speak of; engines are spread over the nodes",
         ge=0,
     )
     threads: int | None = option(

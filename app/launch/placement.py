@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
+from ray._raylet import IMPLICIT_RESOURCE_PREFIX  # type: ignore[attr-defined]
+from ray.serve._private.common import ReplicaID
 
 from app.config import AppConfig, ServedModel
 from app.option_groups import MAX_REPLICAS
@@ -24,14 +28,35 @@ MAX_SURGE_PERCENT = 20
 """As many as Serve replaces at a time."""
 
 ANY_CPU = 0.001
-"""What an engine requests on the only node, or if there are several models: a node that has CPUs. A share of
-them would change with the number of engines or models. Serve restarts a replica whose request changes, and
-waits forever if it finds no room for it beside the old ones."""
+"""What an engine requests by default: a node that has CPUs. A share of them would change with the number of
+engines, models or nodes. Serve restarts a replica whose request changes, and waits forever if it finds no room
+for it beside the old ones."""
+
+SMALLEST_PART = 10_000
+"""Parts of a resource that Ray tells apart."""
 
 
 def cluster_nodes() -> list[dict[str, float]]:
     """Ray's resources of each living node; empty if this process belongs to no cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+
+
+def free_resources() -> list[dict[str, float]]:
+    """What is free now of each of ``cluster_nodes``, in the same order."""
+    if not ray.is_initialized():
+        return []
+    free = available_resources_per_node()
+    return [free.get(node["NodeID"], {}) for node in ray.nodes() if node["Alive"]]
+
+
+def running_replicas() -> Counter[str]:
+    """Number of replicas by deployment, of every application."""
+    if not ray.is_initialized():
+        return Counter()
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return Counter(
+        ReplicaID.from_full_id_str(name).deployment_id.name for name in names if ReplicaID.is_full_id_str(name)
+    )
 
 
 def on_head(node_id: str) -> bool:
@@ -66,19 +91,30 @@ def replicas_on_a_node(options: AppConfig, nodes: Sequence[Resources]) -> int:
 def actor_options(model: ServedModel, nodes: Sequence[Resources]) -> dict[str, Any]:
     """What one engine replica requests from Ray.
 
-    By default, each actor requests one CPU, so an ingress and two engines would never start on two cores. On
-    several nodes, ours request their share of the smallest one; with the ingress at 0, they always fit and are
-    spread evenly. Otherwise see ``ANY_CPU``.
+    By default, each actor requests one CPU, so an ingress and two engines would never start on two cores. Ours
+    request ``ANY_CPU``. Among several nodes, GPUs spread them, and without GPUs ``_place_on_a_node`` does.
     """
     options = model.options
-    cpus = options.scaling.engine_cpus
-    if cpus is None and (model.one_of_several or len(_usable(options, nodes)) == 1):
-        cpus = ANY_CPU
-    if cpus is None:
-        share = max(_cores(options, nodes), 1.0) / replicas_on_a_node(options, nodes)
-        # Rounded down, or the last replica does not fit.
-        cpus = int(share) if share >= 1 else math.floor(share * 1000) / 1000
-    return {"num_cpus": cpus, **({"num_gpus": 1} if wants_gpu(options, nodes) else {})}
+    gpu = wants_gpu(options, nodes)
+    asked: dict[str, Any] = {"num_cpus": options.scaling.engine_cpus, **({"num_gpus": 1} if gpu else {})}
+    if asked["num_cpus"] is None:
+        asked["num_cpus"] = ANY_CPU
+        if not gpu and not model.one_of_several and len(_usable(options, nodes)) > 1:
+            asked["resources"] = _place_on_a_node(model, nodes)
+    return asked
+
+
+def _place_on_a_node(model: ServedModel, nodes: Sequence[Resources]) -> dict[str, float]:
+    """One of as many places as each node has for a model's engines.
+
+    Without them Ray may start an engine where others run already, though another node has none. Each node has
+    one of every resource whose name begins with Ray's prefix. The number of places is part of the name, so that
+    engines which run, and asked for another one, leave all of these: there is always room beside them.
+    """
+    places = replicas_on_a_node(model.options, nodes)
+    # Rounded down, or the last replica does not fit.
+    part = math.floor(SMALLEST_PART / places) / SMALLEST_PART
+    return {f"{IMPLICIT_RESOURCE_PREFIX}{model.deployment}:{places}_per_node": part}
 
 
 def threads_of_an_engine(model: ServedModel, nodes: Sequence[Resources]) -> int:
@@ -92,16 +128,21 @@ def threads_of_an_engine(model: ServedModel, nodes: Sequence[Resources]) -> int:
     return max(1, int(share))
 
 
-def surge_percents(models: Sequence[ServedModel], nodes: Sequence[Resources]) -> list[int]:
+def surge_percents(
+    models: Sequence[ServedModel], nodes: Sequence[Resources], free: Sequence[Resources] | None = None
+) -> list[int]:
     """Engine replicas that a deploy may start before it stops old ones, in percent of all; 0: there is no room.
 
     Without room, Serve stops old replicas first, a fifth at a time. Those that request only ``ANY_CPU`` have
-    room for one more on each node; the build has checked the memory (``model_check.py``).
+    room for one more on each node; the build has checked the memory (``model_check.py``). ``free`` is what the
+    running engines, which may hold more than the new ones request, leave of ``nodes``; by default all.
     """
     percents = []
     for model in models:
         most = model.options.scaling.upper_limit
         spare = _room(model, models, nodes) - most
+        if free is not None:
+            spare = min(spare, _fit(model, nodes, free))
         if actor_options(model, nodes)["num_cpus"] <= ANY_CPU:
             spare = min(spare, len(_usable(model.options, nodes)))
         percents.append(min(max(100 * spare // most, 1), MAX_SURGE_PERCENT) if spare > 0 else 0)
@@ -174,21 +215,67 @@ def check_cpus(models: Sequence[ServedModel], nodes: Sequence[Resources]) -> Non
         ConfigError: some replica would never start.
     """
     for model in models:
+        lack = _lack_of_cpus(model, models, nodes)
+        if lack:
+            raise ConfigError(lack)
+
+
+def warn_of_cpus(
+    models: Sequence[ServedModel],
+    nodes: Sequence[Resources],
+    free: Sequence[Resources],
+    running: Mapping[str, int],
+) -> None:
+    """Log why a deploy may wait for CPUs, and what to change; nodes may still join, so it is no error.
+
+    ``free`` is what is free of ``nodes`` now, ``running`` the number of engine replicas by deployment. GPUs
+    have a check of their own.
+    """
+    gpus = {"GPU": float(MAX_REPLICAS)}
+    enough = [{**node, **gpus} if node.get("GPU", 0) > 0 else node for node in nodes]
+    for model in models:
         scaling = model.options.scaling
         each = actor_options(model, nodes)["num_cpus"]
-        room = _room(model, models, nodes)
-        if not each or room >= scaling.upper_limit:
-            continue
-        cure = f"{scaling.limiting_option} or engine_cpus" if scaling.upper_limit > 1 else "engine_cpus"
-        if not model.one_of_several:
-            raise ConfigError(
-                f"there are CPUs for {room} of {scaling.upper_limit} engine replicas with {each:g} CPUs each; "
-                f"lower {cure}"
+        lack = _lack_of_cpus(model, models, enough)
+        run, room = running.get(model.deployment, 0), _fit(model, nodes, free)
+        if nodes and scaling.engine_cpus is None and not _usable(model.options, nodes):
+            logger.warning(
+                "no node that can hold an engine has joined the cluster, so the engines of this deploy may all "
+                "start on the first; let nodes join before the deploy, or set engine_cpus"
             )
-        raise ConfigError(
-            f"models: {model.name}: after the other models, there are CPUs for {room} of {scaling.upper_limit} "
-            f"engine replicas with {each:g} CPUs each; lower {cure} of some"
+        elif lack:
+            logger.warning("%s, or add nodes: the others start only once there is room", lack)
+        elif 0 < run < scaling.initial_replicas - room:
+            logger.warning(
+                "%d engine replicas%s run, and there is room now for %d more with %g CPUs each, so the deploy "
+                "of %d waits until CPUs are free; if engine_cpus has changed, first deploy it with the number "
+                "of engines that run (engine_replicas=%d), then change the number",
+                run,
+                f" of {model.name}" if model.one_of_several else "",
+                room,
+                each,
+                scaling.initial_replicas,
+                run,
+            )
+
+
+def _lack_of_cpus(model: ServedModel, models: Sequence[ServedModel], nodes: Sequence[Resources]) -> str:
+    """What is wrong if some replica of ``model`` would never start on ``nodes``, and what to change."""
+    scaling = model.options.scaling
+    each = actor_options(model, nodes)["num_cpus"]
+    room = _room(model, models, nodes)
+    if not each or room >= scaling.upper_limit:
+        return ""
+    cure = f"{scaling.limiting_option} or engine_cpus" if scaling.upper_limit > 1 else "engine_cpus"
+    if not model.one_of_several:
+        return (
+            f"there are CPUs for {room} of {scaling.upper_limit} engine replicas with {each:g} CPUs each; "
+            f"lower {cure}"
         )
+    return (
+        f"models: {model.name}: after the other models, there are CPUs for {room} of {scaling.upper_limit} "
+        f"engine replicas with {each:g} CPUs each; lower {cure} of some"
+    )
 
 
 def engine_nodes(options: AppConfig) -> dict[str, str]:
@@ -212,19 +299,28 @@ def _room(model: ServedModel, models: Sequence[ServedModel], nodes: Sequence[Res
     return _place(model, nodes, free, MAX_REPLICAS)
 
 
+def _fit(model: ServedModel, nodes: Sequence[Resources], free: Sequence[Resources]) -> int:
+    """More replicas of ``model`` that fit into what is ``free`` of ``nodes``."""
+    return _place(model, nodes, [dict(left) for left in free], MAX_REPLICAS)
+
+
 def _place(model: ServedModel, nodes: Sequence[Resources], free: list[dict[str, float]], most: int) -> int:
     """Take what up to ``most`` replicas of a model ask for from what is ``free``; returns how many fit."""
     each = actor_options(model, nodes)
-    asked = {"CPU": each["num_cpus"], "GPU": each.get("num_gpus", 0)}
+    asked = {"CPU": each["num_cpus"], "GPU": each.get("num_gpus", 0), **each.get("resources", {})}
     placed = 0
     for node, left in zip(nodes, free, strict=True):
         if node in _usable(model.options, nodes):
-            fit = [math.floor(left[name] / amount + 1e-9) for name, amount in asked.items() if amount]
+            fit = [math.floor(_left(left, name) / amount + 1e-9) for name, amount in asked.items() if amount]
             number = min([*fit, most - placed])
             placed += number
             for name, amount in asked.items():
-                left[name] = left.get(name, 0.0) - number * amount
+                left[name] = _left(left, name) - number * amount
     return placed
+
+
+def _left(node: Resources, name: str) -> float:
+    return node.get(name, 1.0 if name.startswith(IMPLICIT_RESOURCE_PREFIX) else 0.0)
 
 
 def _usable(options: AppConfig, nodes: Sequence[Resources]) -> list[Resources]:

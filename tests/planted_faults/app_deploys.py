@@ -65,8 +65,8 @@ DEPLOYS: list[Fault] = [
     ),
     Fault(
         "app/launch/placement.py",
-        "cpus is None and (model.one_of_several or ",
-        "cpus is None and (False or ",
+        "if not gpu and not model.one_of_several and ",
+        "if not gpu and ",
         _PLACEMENT,
         "another model restarts the engines of all",
     ),
@@ -185,10 +185,24 @@ DEPLOYS: list[Fault] = [
     ),
     Fault(
         "app/launch/placement.py",
-        " or len(_usable(options, nodes)) == 1):",
-        "):",
+        " and len(_usable(options, nodes)) > 1:",
+        ":",
         _PLACEMENT,
-        "on the only node another number of engines never gets its CPUs",
+        "on the only node another number of engines restarts all",
+    ),
+    Fault(
+        "app/launch/placement.py",
+        ":{places}_per_node",
+        "",
+        _PLACEMENT,
+        "on several nodes another number of engines never finds a place beside the old ones",
+    ),
+    Fault(
+        "app/launch/placement.py",
+        "            spare = min(spare, _fit(model, nodes, free))\n",
+        "            pass\n",
+        _PLACEMENT,
+        "a deploy waits for CPUs that the old engines hold",
     ),
     Fault(
         "app/launch/placement.py",

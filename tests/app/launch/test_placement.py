@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from ray._raylet import IMPLICIT_RESOURCE_PREFIX
 
 from app import application, config
 from app.launch import placement
@@ -25,6 +29,12 @@ def one(**args: Any) -> config.ServedModel:
     return served(**args)[0]
 
 
+def places(number: int, part: float) -> dict[str, Any]:
+    """What an engine asks of several nodes, each of which has this many places for engines."""
+    name = f"{IMPLICIT_RESOURCE_PREFIX}engine:{number}_per_node"
+    return {"num_cpus": 0.001, "resources": {name: part}}
+
+
 @pytest.mark.parametrize("cores", [1.0, 2.0, 3.0, 8.0, 64.0])
 def test_replicas_of_a_node_fit_its_cores(cores: float) -> None:
     for replicas in range(1, 65):
@@ -35,9 +45,12 @@ def test_replicas_of_a_node_fit_its_cores(cores: float) -> None:
         placement.check_cpus([given], [{"CPU": cores}])
 
 
-def test_a_share_of_the_smallest_node() -> None:
+def test_on_several_nodes_engines_ask_for_a_place_and_no_share_of_the_processors() -> None:
     nodes = [{"CPU": 4.0}, {"CPU": 16.0}]
-    assert placement.actor_options(one(engine_replicas=4), nodes) == {"num_cpus": 2}
+    assert placement.actor_options(one(engine_replicas=2), nodes) == places(1, 1.0)
+    assert placement.actor_options(one(engine_replicas=4), nodes) == places(2, 0.5)
+    assert placement.actor_options(one(engine_replicas=6), nodes) == places(3, 0.3333)
+    assert placement.threads_of_an_engine(one(engine_replicas=4), nodes) == 2  # that is a share of the smallest
     assert placement.actor_options(one(engine_replicas=4, engine_cpus=0.5), nodes) == {"num_cpus": 0.5}
 
 
@@ -45,16 +58,17 @@ def test_a_head_without_processors_does_not_count() -> None:
     nodes = [{"CPU": 0.0}, {"memory": 1.0}, {"CPU": 8.0}, {"CPU": 8.0}]
     given = one(engine_replicas=4)
     assert placement.replicas_on_a_node(given.options, nodes) == 2
-    assert placement.actor_options(given, nodes) == {"num_cpus": 4}
+    assert placement.actor_options(given, nodes) == places(2, 0.5)
+    assert placement.actor_options(given, [{"CPU": 0.0}, {"CPU": 8.0}]) == {"num_cpus": 0.001}
 
 
 def test_nodes_without_gpus_do_not_count_where_gpus_are_wanted() -> None:
     nodes = [{"CPU": 2.0}, GPU_NODE, GPU_NODE]
     given = one(engine_replicas=2)
-    assert placement.actor_options(given, nodes) == {"num_cpus": 16, "num_gpus": 1}
+    assert placement.actor_options(given, nodes) == {"num_cpus": 0.001, "num_gpus": 1}
     assert placement.replicas_on_a_node(given.options, nodes) == 1
     on_cpu = one(engine_replicas=3, device="cpu")
-    assert placement.actor_options(on_cpu, nodes) == {"num_cpus": 2}
+    assert placement.actor_options(on_cpu, nodes) == places(1, 1.0)
 
 
 def test_a_gpu_for_each_replica() -> None:
@@ -70,7 +84,7 @@ def test_a_gpu_for_each_replica() -> None:
 
 def test_where_replicas_follow_demand_there_is_room_for_all_that_may_be() -> None:
     given = one(max_replicas=4)
-    assert placement.actor_options(given, [{"CPU": 8.0}] * 2) == {"num_cpus": 4}
+    assert placement.actor_options(given, [{"CPU": 8.0}] * 2) == places(2, 0.5)
     for nodes in ([{"CPU": 8.0}], [{"CPU": 8.0}] * 2):
         placement.check_cpus([given], nodes)
     with pytest.raises(ConfigError, match=r"for 2 of 4 engine replicas .* lower max_replicas or engine_cpus"):
@@ -93,7 +107,7 @@ def test_gpus_that_demand_may_want_can_join_later(caplog: pytest.LogCaptureFixtu
 def test_replicas_of_nodes_that_have_yet_to_join_share_none_of_these() -> None:
     given = one(max_replicas=8)
     assert placement.replicas_on_a_node(given.options, [GPU_NODE]) == 1
-    assert placement.actor_options(given, [GPU_NODE, GPU_NODE]) == {"num_cpus": 16, "num_gpus": 1}
+    assert placement.actor_options(given, [GPU_NODE, GPU_NODE]) == {"num_cpus": 0.001, "num_gpus": 1}
     assert placement.replicas_on_a_node(given.options, [{"CPU": 16.0, "GPU": 4.0}]) == 4
     assert placement.replicas_on_a_node(given.options, [{"CPU": 16.0}]) == 8
 
@@ -128,6 +142,147 @@ def test_on_one_node_another_number_of_engines_finds_room_and_restarts_none(node
     asked = [placement.actor_options(one(engine_replicas=number), [node]) for number in (1, 2, 3)]
     assert asked[0] == asked[1] == asked[2]
     assert asked[0]["num_cpus"] * 5 <= node["CPU"]
+
+
+def start(asked: Mapping[str, Any], free: Sequence[dict[str, float]], number: int) -> list[int]:
+    """Up to ``number`` actors, each on the first node that has what it asks for: Ray may do no better.
+
+    Returns how many start on each node, and takes what they ask for from ``free``.
+    """
+    wanted = {"CPU": asked["num_cpus"], "GPU": asked.get("num_gpus", 0), **asked.get("resources", {})}
+    started = [0] * len(free)
+    for _ in range(number):
+        for index, node in enumerate(free):
+            left = {name: node.get(name, float(name.startswith(IMPLICIT_RESOURCE_PREFIX))) for name in wanted}
+            if all(left[name] + 1e-9 >= amount for name, amount in wanted.items()):
+                node.update({name: left[name] - amount for name, amount in wanted.items()})
+                started[index] += 1
+                break
+    return started
+
+
+CLUSTERS: list[list[dict[str, float]]] = [
+    [{"CPU": 2.0}, {"CPU": 4.0}],
+    [{"CPU": 4.0}, {"CPU": 4.0}],
+    [{"CPU": 0.0}, {"CPU": 4.0}, {"CPU": 4.0}],  # with a head of its own
+    [{"CPU": 0.0}, {"CPU": 2.0}, {"CPU": 4.0}, {"CPU": 16.0}],
+    [{"CPU": 1.0}] * 7,
+]
+
+
+@pytest.mark.parametrize("nodes", CLUSTERS)
+@pytest.mark.parametrize("change", ["stay", "join", "leave"])
+def test_on_several_nodes_another_number_of_engines_finds_room_beside_those_that_run(
+    nodes: list[dict[str, float]], change: str
+) -> None:
+    """With a share of the CPUs each, Serve waits for ever to have both numbers of engines at once.
+
+    That holds as well where a node joined or left in between.
+    """
+    after = {"stay": nodes, "join": [*nodes, {"CPU": 3.0}], "leave": nodes[:-1]}[change]
+    usable = sum(node["CPU"] > 0 for node in after)
+    models = {number: one(engine_replicas=number) for number in range(1, 12)}
+    for before, number in itertools.product(models, models):
+        old = placement.actor_options(models[before], nodes)
+        new = placement.actor_options(models[number], after)
+        free = [dict(node) for node in nodes]
+        running = start(old, free, before)
+        assert sum(running) == before
+        more = max(number - sum(running[: len(after)]), 0) if old == new else number
+        started = start(new, [*free[: len(after)], *map(dict, after[len(nodes) :])], more)
+        assert sum(started) == more
+        if usable > 1:
+            assert max(started) <= math.ceil(number / usable)
+
+
+def test_as_many_engines_on_each_node_restart_none() -> None:
+    nodes = [{"CPU": 2.0}, {"CPU": 4.0}, {"CPU": 4.0}]
+    asked = [placement.actor_options(one(engine_replicas=number), nodes) for number in (1, 2, 3)]
+    assert asked[0] == asked[1] == asked[2]
+    joined = [*nodes, {"CPU": 1.0}]
+    assert placement.actor_options(one(engine_replicas=3), joined) == asked[2]
+
+
+@pytest.mark.parametrize("number", [1, 3, 7, 60, 99])
+def test_a_node_has_as_many_places_as_wanted_in_what_ray_counts(number: int) -> None:
+    (part,) = placement.actor_options(one(engine_replicas=2 * number), [{"CPU": 64.0}] * 2)[
+        "resources"
+    ].values()
+    counted = round(part * 10_000)
+    assert counted == part * 10_000
+    assert 10_000 // counted == number
+
+
+def test_a_deploy_starts_nothing_early_where_those_that_run_hold_more() -> None:
+    """New ones, with fewer CPUs, would all have room; beside the old ones there is none."""
+    nodes = [{"CPU": 4.0}, {"CPU": 6.0}]
+    models = served(engine_replicas=2, engine_cpus=3)
+    assert placement.surge_percents(models, nodes) == [20]
+    assert placement.surge_percents(models, nodes, [{"CPU": 0.0}, {"CPU": 2.0}]) == [0]
+    assert placement.surge_percents(models, nodes, [{"CPU": 0.0}, {"CPU": 3.0}]) == [20]
+    assert placement.surge_percents(served(), nodes, [{}, {}]) == [0]
+
+
+def test_what_may_wait_for_processors_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = [{"CPU": 0.0}, {"CPU": 4.0}, {"CPU": 4.0}]
+    placement.warn_of_cpus(served(engine_replicas=9), nodes, nodes, {"engine": 2})
+    placement.warn_of_cpus(served(engine_replicas=4, engine_cpus=2), nodes, nodes, {})
+    placement.warn_of_cpus(served(max_replicas=4), [GPU_NODE, GPU_NODE], [GPU_NODE, GPU_NODE], {})
+    assert caplog.text == ""
+    placement.warn_of_cpus(served(engine_replicas=3, engine_cpus=4), nodes, nodes, {})
+    assert (
+        "CPUs for 2 of 3 engine replicas with 4 CPUs each; lower engine_replicas or engine_cpus" in caplog.text
+    )
+    assert "or add nodes" in caplog.text
+    caplog.clear()
+    placement.warn_of_cpus(served(), nodes[:1], nodes[:1], {})
+    assert "no node that can hold an engine has joined" in caplog.text
+    caplog.clear()
+    full: list[dict[str, float]] = [{}, {}, {"CPU": 1.0}]
+    placement.warn_of_cpus(served(engine_replicas=4, engine_cpus=2), nodes, full, {"engine": 4})
+    assert caplog.text == ""
+    placement.warn_of_cpus(served(engine_replicas=4, engine_cpus=1), nodes, full, {"engine": 2})
+    assert "2 engine replicas run, and there is room now for 1 more with 1 CPUs each" in caplog.text
+    assert "engine_replicas=2" in caplog.text
+
+
+def test_the_build_tells_of_what_may_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(placement, "cluster_nodes", lambda: [{"CPU": 4.0}] * 2)
+    monkeypatch.setattr(placement, "free_resources", lambda: [{"CPU": 0.0}] * 2)
+    monkeypatch.setattr(placement, "running_replicas", lambda: {"engine": 2})
+    monkeypatch.setattr(application, "check_models", lambda _: True)
+    built: list[int] = []
+    monkeypatch.setattr(application, "engine_deployment", lambda *args: built.append(args[-1]) or Unbound())
+    application.build({"engine_replicas": 3, "engine_cpus": 2})
+    assert "2 engine replicas run, and there is room now for 0 more" in caplog.text
+    assert built == [0]
+
+
+class Unbound:
+    """Stands for a deployment."""
+
+    def bind(self, *_: object) -> Unbound:
+        return self
+
+
+def test_what_is_free_and_who_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"NodeID": name, "Alive": name != "dead", "Resources": {"CPU": 4.0}} for name in ("a", "dead", "b")
+    ]
+    actors = [
+        "SERVE_REPLICA::quire#engine#x1",
+        "SERVE_REPLICA::quire#engine#x2",
+        "SERVE_REPLICA::quire#ingress#y",
+    ]
+    named = [{"name": name, "namespace": "serve"} for name in [*actors, "SERVE_CONTROLLER_ACTOR"]]
+    monkeypatch.setattr(placement.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(placement.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(placement, "available_resources_per_node", lambda: {"b": {"CPU": 1.0}, "dead": {}})
+    monkeypatch.setattr(placement.ray.util, "list_named_actors", lambda all_namespaces: named)
+    assert placement.free_resources() == [{}, {"CPU": 1.0}]
+    assert placement.running_replicas() == {"engine": 2, "ingress": 1}
 
 
 def test_threads_follow_what_is_asked_for() -> None:
