@@ -28,7 +28,7 @@ class Chart(NamedTuple):
     command: str
 
 
-_ENGINES = r"(\([a-z]\) .+ out) (ours|ours in int4|transformers.*|vLLM|llama\.cpp.*)"
+_ENGINES = r"(\([a-z]\) .+ out) (ours|ours in int[48]|transformers.*|vLLM|llama\.cpp.*)"
 _FLEETS = r"(.+?): (ours|our best here|Ray's default|Ray's best here|clairvoyant)[^:]*: "
 _ROUTED = r"((?:equal|shared|pressure): .+): ([\w ]+): "
 CHARTS = (

@@ -19,7 +19,7 @@ from loadtests.report import machine
 
 PEER_BATCH = 32
 TOKEN_RANGE = (100, 40_000)  # ordinary tokens: neither special nor the rare tail
-OURS, OURS_INT4, TRANSFORMERS = "ours", "ours in int4", "transformers"
+OURS = "ours"
 Prompts = list[list[int]]
 
 

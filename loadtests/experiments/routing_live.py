@@ -91,12 +91,6 @@ class Traffic:
         rng = random.Random(f"arrivals {seed}")
         return [_ask(rng, t, rng.randrange(GROUPS)) for t in poisson(rate, seconds, rng)]
 
-    @staticmethod
-    def few_groups(count: int, groups: int) -> list[Ask]:
-        """Requests about any of the first ``groups`` system prompts."""
-        rng = random.Random("any")
-        return [_ask(rng, 0.0, rng.randrange(groups)) for _ in range(count)]
-
 
 def _ask(rng: random.Random, t: float, group: int) -> Ask:
     return Ask(t, group, _question(rng), rng.randint(*ANSWER))
@@ -267,7 +261,8 @@ class Stage:
         async def measure() -> list[Reply]:
             async with self._client() as client:
                 await self._in_turn(client, self._traffic.lap(0), REPLICAS)
-                asks = self._traffic.few_groups((ROUNDS + 1) * slots, REPLICAS)
+                rng = random.Random("any")
+                asks = [_ask(rng, 0.0, rng.randrange(REPLICAS)) for _ in range((ROUNDS + 1) * slots)]
                 return await self._in_turn(client, asks, slots)
 
         replies = asyncio.run(measure())
