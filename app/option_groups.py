@@ -20,6 +20,9 @@ MAX_REPLICAS = 10_000
 MAX_SCALING_S = 500_000.0
 """Maximum of the scaling policy's times: Serve's controller must never find one out of range."""
 
+SMALLEST_CPU = 0.0001
+"""The smallest part of a CPU that Ray tells apart: it refuses requests for less, with an exception."""
+
 ScalingPolicy = Literal["kv_demand", "occupancy"]
 Routing = Literal["prefix", "least_tokens", "round_robin", "power_of_two", "prefix_affinity"]
 ToolParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"]
@@ -334,6 +337,14 @@ class ScalingOptions(Group):
         restarts=("ingress",),
         policy=True,
     )
+
+    @model_validator(mode="after")
+    def _check_cpus(self) -> ScalingOptions:
+        if self.engine_cpus and self.engine_cpus < SMALLEST_CPU:
+            raise ValueError(
+                f"engine_cpus={self.engine_cpus:g} must be 0 or at least {SMALLEST_CPU:g}: Ray counts no less"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_bounds(self) -> ScalingOptions:

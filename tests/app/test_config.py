@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from ray._common.ray_option_utils import validate_actor_options
 
 from app import application, config, option_groups
 from app.launch import serving
+from app.option_groups import SMALLEST_CPU
 from engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,6 +94,17 @@ def test_replicas_that_follow_demand(args: dict[str, int], least: int, first: in
     assert scaling.to_zero == (least == 0)
 
 
+@pytest.mark.parametrize("cpus", [0.0, SMALLEST_CPU, 0.33333, 1.5])
+def test_ray_takes_the_cpus_that_an_engine_may_request(cpus: float) -> None:
+    assert config.load({"engine_cpus": cpus}, {}).scaling.engine_cpus == cpus
+    validate_actor_options({"num_cpus": cpus}, in_options=True)
+
+
+def test_ray_refuses_smaller_parts_of_a_cpu() -> None:
+    with pytest.raises(ValueError, match=f"cannot go beyond {SMALLEST_CPU}"):
+        validate_actor_options({"num_cpus": 0.9 * SMALLEST_CPU}, in_options=True)
+
+
 def test_bounds_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="min_replicas needs max_replicas"):
         config.load({"min_replicas": 1}, {})
@@ -150,6 +163,8 @@ def test_environment_wins() -> None:
     [
         ({"modell": "x"}, ["modell", "did you mean model?"]),
         ({"engine_replicas": 0}, ["engine_replicas=0", "must be at least 1"]),
+        ({"engine_cpus": 0.00005}, ["engine_cpus=5e-05", "must be 0 or at least 0.0001"]),
+        ({"engine_cpus": -1}, ["engine_cpus=-1", "must be at least 0"]),
         ({"engine_replicas": "many"}, ["engine_replicas='many'", "integer"]),
         ({"kv_memory": "2 bananas"}, ["kv_memory", "2 bananas", "GiB"]),
         ({"memory_fraction": 1.5}, ["memory_fraction=1.5", "must be at most 1"]),
