@@ -19,21 +19,26 @@ _EXPECTED = (QuireError, OSError, asyncio.CancelledError, RayError, RayServeExce
 
 
 def is_of_another_version(error: BaseException, call: EngineCall) -> bool:
-    """Whether the replica's method takes other arguments than this version's, as during a deploy.
+    """Whether the replica lacks the method or takes other arguments than this version's, as during a deploy.
 
     The same words about a method that the replica calls in turn, or about arguments that this version's method
     does not take, either, are of a defect.
     """
     cause = error.cause if isinstance(error, RayTaskError) else error
-    method = f"EngineReplica.{call.name}() "
-    refusals = tuple(method + word for word in ("takes", "got", "missing"))  # Python's words
-    return isinstance(cause, TypeError) and str(cause).startswith(refusals) and call.fits()
+    if isinstance(cause, RayServeException):
+        refusals = [f"Tried to call a method '{call.name}' that does not exist"]  # Serve's words
+    elif isinstance(cause, TypeError):
+        method = f"EngineReplica.{call.name}() "
+        refusals = [method + word for word in ("takes", "got", "missing")]  # Python's words
+    else:
+        return False
+    return str(cause).startswith(tuple(refusals)) and call.fits()
 
 
 def is_defect(error: BaseException, call: EngineCall | None = None) -> bool:
     """Whether the cause is the code, here or on the replica, and not the connection to the replica.
 
-    A replica of another version of Quire, which does not take the arguments of ``call``, is no defect.
+    A replica of another version of Quire, which does not take ``call``, is no defect.
     """
     if call is not None and is_of_another_version(error, call):
         return False

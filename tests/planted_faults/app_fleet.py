@@ -44,6 +44,13 @@ FLEET: list[Fault] = [
         "what a replica calls wrongly in turn passes for another version of it",
     ),
     Fault(
+        "app/channel/failures.py",
+        'that does not exist"]',
+        'which does not exist"]',
+        _CALLS,
+        "a page shows all methods of a replica of another version, which lacks one, instead of the reason",
+    ),
+    Fault(
         "app/channel/ingress_channel.py",
         "describe(error), is_defect(error, call)",
         "describe(error), is_defect(error)",

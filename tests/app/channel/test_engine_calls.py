@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayTaskError
+from ray.serve._private.replica import UserCallableWrapper
+from ray.serve.exceptions import RayServeException
 
 from app.channel.engine_calls import EngineCall, EngineCalls
 from app.channel.failures import is_defect, reason_of
@@ -61,6 +63,25 @@ def test_a_replica_that_takes_other_arguments_is_of_another_version(call: Engine
         assert reason_of(one, 1.0, call) == "it runs a different version of Quire than this ingress"
     assert is_defect(error), "it is no answer to a call"
     assert is_defect(TypeError(f"EngineReplica.{call.name}() failed"), call)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_a_replica_without_the_method_is_of_another_version(call: EngineCall) -> None:
+    wrapper = object.__new__(UserCallableWrapper)  # what Serve calls methods through, without a replica
+    wrapper._is_function, wrapper._callable = False, SimpleNamespace(other=print)
+    wrapper._cached_user_method_info = {}
+    with pytest.raises(RayServeException, match="does not exist") as refused:
+        wrapper.get_user_method_info(call.name)
+    error = refused.value
+    for one in (
+        error,
+        RayTaskError(call.name, "", error),
+        RayTaskError(call.name, "", error).as_instanceof_cause(),
+    ):
+        assert not is_defect(one, call)
+        assert reason_of(one, 1.0, call) == "it runs a different version of Quire than this ingress"
+    other = RayServeException("the replica is shutting down")
+    assert reason_of(other, 1.0, call) == "the replica is shutting down"
 
 
 @pytest.mark.parametrize("words", REFUSALS)
