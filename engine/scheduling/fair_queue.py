@@ -12,7 +12,8 @@ is: that is what others owe it. So clients that always have requests waiting get
 of sequence slots, and coming and going gains nothing.
 
 A new client starts at a virtual time that advances by one unit for each prompt token that every client with
-work gets. Otherwise new ones could come forever and all start before one that waits.
+work gets. Otherwise new ones could come forever and all start before one that waits. It follows what requests
+come to, as starts do: if it kept the estimates, a new client would wait for all that they were too high by.
 
 A start is fixed once the request runs, so the order of requests that have run is permanent. Before that, it
 changes if the estimate of an earlier request of its client was wrong, or if one that arrived earlier is added
@@ -41,6 +42,7 @@ class Ticket:
     start: float  # virtual time
     work: float  # estimated, in prompt tokens
     done: float = 0.0  # what it has come to, as far as known
+    advance: float = 0.0  # of virtual time, for each unit of its work
     lifts: int = 0  # of its account, when it came
     sequences: int = 0  # that live
     begun: bool = False  # has run
@@ -144,36 +146,41 @@ class FairQueue:
         level = ticket.account.level
         level.latest = max(level.latest, ticket.start)
         # Divided by the number of clients: however many new ones come, every waiting one is reached eventually.
-        level.reached = max(level.reached, ticket.start) + ticket.work / level.active
+        ticket.advance = 1.0 / level.active
+        level.reached = max(level.reached, ticket.start) + ticket.work * ticket.advance
 
     def leave(self, ticket: Ticket) -> None:
         """A request has ended: its client's next ones start by what it has come to."""
         account, level = ticket.account, ticket.account.level
+        account.tickets.remove(ticket)  # mostly one of the first
         account.waiting -= not ticket.begun
         error = ticket.done - ticket.work
-        # What it was charged too much is no credit if its client has been brought up to others since.
-        if error > 0 or ticket.lifts == account.lifts:
+        shared = level.active > 1
+        if shared:
+            level.reached += error * ticket.advance
+        # What a lone client runs is at nobody's expense, so its queue keeps its starts, without a pass over it.
+        # What a client was charged too much is no credit if it has been brought up to others since.
+        if (shared or not ticket.begun) and (error > 0 or ticket.lifts == account.lifts):
             account.finish += error
-        account.tickets.remove(ticket)  # mostly one of the first
-        if account.tickets:
             if account.waiting:
                 self._stale[account] = None
-            return
-        level.active -= 1
-        if not level.active:
-            del self._levels[level.priority]
+        if not account.tickets:
+            level.active -= 1
+            if not level.active:
+                del self._levels[level.priority]
 
     def settle(self) -> list[Ticket]:
-        """Compute starts anew where clients share a level; returns the tickets that may have other ones now."""
+        """Compute starts anew where that is due; returns the tickets that have other ones now."""
         moved: list[Ticket] = []
-        for account in [account for account in self._stale if account.level.active != 1]:
-            del self._stale[account]
+        for account in self._stale:
             waiting = [ticket for ticket in account.tickets if not ticket.fixed]
             start = account.finish - sum(ticket.work for ticket in waiting)
             for ticket in waiting:
-                ticket.start = start
+                if ticket.start != start:
+                    ticket.start = start
+                    moved.append(ticket)
                 start += ticket.work
-            moved += waiting
+        self._stale.clear()
         return moved
 
 

@@ -327,6 +327,20 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/fair_queue.py",
+        "            level.reached += error * ticket.advance\n",
+        "            pass\n",
+        _FAIR,
+        "a new client waits for all that estimates were too high by",
+    ),
+    Fault(
+        "engine/scheduling/fair_queue.py",
+        "if (shared or not ticket.begun) and (",
+        "if (",
+        _FAIR,
+        "a new client waits for what a lone client was charged too much",
+    ),
+    Fault(
+        "engine/scheduling/fair_queue.py",
         "        now = max(oldest, level.reached - level.in_service)",
         "        now = 0.0",
         _FAIR,
@@ -369,7 +383,7 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/fair_queue.py",
-        "max(level.reached, ticket.start) + ticket.work / level.active",
+        "max(level.reached, ticket.start) + ticket.work * ticket.advance",
         "max(level.reached, ticket.start)",
         _FAIR,
         "virtual time stands still while new clients come",

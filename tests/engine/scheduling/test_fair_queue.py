@@ -322,6 +322,58 @@ def test_nobody_starves_however_many_new_clients_come() -> None:
     raise AssertionError("a client with a queue waits for ever behind new ones")
 
 
+@pytest.mark.parametrize("clients", ["a", "ab", "abcde"])
+def test_a_new_client_does_not_wait_for_what_others_were_charged_too_much(clients: str) -> None:
+    """They cancel each request after its first token, from which estimates learn nothing."""
+    steps = Steps(large_scheduler(max_num_seqs=4))
+    scheduler, made = steps.scheduler, 0
+
+    def step() -> None:
+        nonlocal made
+        state = scheduler.state
+        waiting = Counter(each.request_id[0] for each in state.waiting)
+        for client in clients:
+            for _ in range(4 - waiting[client]):
+                made += 1
+                name, text = f"{client}-{made}", prompt(60, made)
+                steps.add(make_request(name, text, 200, arrival=1.0 + steps.number, client=client))
+        steps.step()
+        for sequence in list(state.running):
+            if sequence.request_id[0] in clients and sequence.request_id in steps.first_token:
+                scheduler.abort(sequence.request_id)
+
+    while made < 400:
+        step()
+    steps.add(make_request("new", prompt(60, 0), 200, arrival=1.0 + steps.number, client="new"))
+    for _ in range(4):
+        step()
+    assert "new" in steps.first_token
+
+
+def test_a_lone_client_is_not_charged_for_what_it_aborts_before_it_runs() -> None:
+    queue = FairQueue()
+    first, second, third = (enter(queue, "a", 10.0, 0.0) for _ in range(3))
+    queue.begin(first, 10)
+    queue.leave(second)
+    assert queue.settle() == [third]
+    assert third.start == 10.0
+    first.done += 40
+    queue.leave(first)  # nobody else has had less
+    assert queue.settle() == []
+    assert third.start == 10.0
+
+
+def test_virtual_time_takes_back_what_it_advanced_too_far() -> None:
+    """By the number of clients when it advanced, whatever that is when the request ends."""
+    queue = FairQueue()
+    first, _ = enter(queue, "a", 100.0, math.inf), enter(queue, "a", 100.0, 0.0)
+    queue.begin(first, 10)
+    for client in "bcd":
+        enter(queue, client, 10.0, 0.0)
+    queue.leave(first)
+    assert first.account.level.reached == 10.0
+
+
 def test_work_is_charged_by_what_it_comes_to() -> None:
     """A client whose outputs are longer than average pays for them with its next requests."""
     queue = FairQueue()
@@ -332,7 +384,7 @@ def test_work_is_charged_by_what_it_comes_to() -> None:
     assert (enter(queue, "a", 10.0, 0.0).start, other.start) == (100.0, 0.0)
     queue.leave(other)  # aborted before it ran: nothing is charged
     assert enter(queue, "b", 10.0, 0.0).start == 0.0
-    assert enter(queue, "c", 10.0, 0.0).start == 5.0  # half of a1 is what all had their share of
+    assert enter(queue, "c", 10.0, 0.0).start == 50.0  # half of a1 is what all had their share of
 
 
 def test_an_idle_client_saves_nothing_up_and_loses_nothing() -> None:
