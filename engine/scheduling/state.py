@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Protocol
 
 from engine.kv.block_pool import NO_BLOCK, BlockPool, InvariantError
@@ -18,6 +19,8 @@ from engine.scheduling.prefill_shares import PrefillShares
 from engine.scheduling.recovery import RecoveryPolicy
 from engine.scheduling.recovery_tracker import RecoveryTracker
 from engine.scheduling.sequence import RUNS, Order, Sequence, SequenceState, order_of
+
+_order: Callable[[Sequence], Order] = attrgetter("order")  # much faster than a function of our own
 
 _HAS_HOST_BLOCKS = (SequenceState.SWAPPING_OUT, SequenceState.SWAPPED, SequenceState.SWAPPING_IN)
 
@@ -340,10 +343,6 @@ class SchedulerState:
                 shared and (place > first or sequence.writable > sequence.computed)
             ):
                 raise InvariantError(f"{_name(sequence)} is about to write block {block}, which others can see")
-
-
-def _order(sequence: Sequence) -> Order:
-    return sequence.order
 
 
 def _name(sequence: Sequence) -> str:
