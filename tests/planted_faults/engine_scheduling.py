@@ -362,8 +362,8 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/fair_queue.py",
-        "if error > 0 or ticket.lifts == account.lifts:",
-        "if True:",
+        "(error > 0 or ticket.lifts == account.lifts)",
+        "True",
         _FAIR,
         "a client is refunded what it was charged before it was brought up to others",
     ),
