@@ -67,10 +67,9 @@ def _checked(args: dict[str, Any], replica_class: type | None, tries: Mapping[st
     options = config.load(args)
     check_router(options)
     models = config.served_models(options)
-    nodes = placement.cluster_nodes()
-    placement.check_gpus(models, nodes)
+    placement.check_gpus(models, placement.cluster_nodes())
     room = check_models(models)
-    placement.warn_of_cpus(models, nodes, placement.free_resources(), placement.running_replicas())
+    placement.warn_of_cpus(models, *placement.nodes_and_free(), placement.running_replicas())
     if serving.haproxy_expected() and not serving.haproxy_enabled():
         logger.warning(
             "Serve was started without HAProxy, so responses pass through its slower built-in proxy; run "
@@ -123,8 +122,7 @@ def assemble(
     )
     ingress = with_version(ingress, version_of(options, "ingress", IngressReplica))
     models = config.served_models(options)
-    nodes = placement.cluster_nodes()
-    free = placement.free_resources()
+    nodes, free = placement.nodes_and_free()
     surges = placement.surge_percents(models, nodes, free) if room else [0] * len(models)
     engines = {}
     for model, surge in zip(models, surges, strict=True):

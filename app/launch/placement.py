@@ -41,12 +41,12 @@ def cluster_nodes() -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
 
 
-def free_resources() -> list[dict[str, float]]:
-    """What is free now of each of ``cluster_nodes``, in the same order."""
+def nodes_and_free() -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """``cluster_nodes``, and what is free now of each; from one look, since nodes join and leave."""
     if not ray.is_initialized():
-        return []
-    free = available_resources_per_node()
-    return [free.get(node["NodeID"], {}) for node in ray.nodes() if node["Alive"]]
+        return [], []
+    nodes, free = [node for node in ray.nodes() if node["Alive"]], available_resources_per_node()
+    return [node["Resources"] for node in nodes], [free.get(node["NodeID"], {}) for node in nodes]
 
 
 def running_replicas() -> Counter[str]:
@@ -92,7 +92,8 @@ def actor_options(model: ServedModel, nodes: Sequence[Resources]) -> dict[str, A
     """What one engine replica requests from Ray.
 
     By default, each actor requests one CPU, so an ingress and two engines would never start on two cores. Ours
-    request ``ANY_CPU``. Among several nodes, GPUs spread them, and without GPUs ``_place_on_a_node`` does.
+    request ``ANY_CPU``. Among several nodes, GPUs spread them, and without GPUs ``_place_on_a_node`` does, if
+    there is only one model.
     """
     options = model.options
     gpu = wants_gpu(options, nodes)
@@ -228,9 +229,11 @@ def warn_of_cpus(
 ) -> None:
     """Log why a deploy may wait for CPUs, and what to change; nodes may still join, so it is no error.
 
-    ``free`` is what is free of ``nodes`` now, ``running`` the number of engine replicas by deployment. GPUs
-    have a check of their own.
+    Without ``nodes`` nothing is known. ``free`` is what is free of ``nodes`` now, ``running`` the number of
+    engine replicas by deployment. GPUs have a check of their own.
     """
+    if not nodes:
+        return
     gpus = {"GPU": float(MAX_REPLICAS)}
     enough = [{**node, **gpus} if node.get("GPU", 0) > 0 else node for node in nodes]
     for model in models:
@@ -238,7 +241,7 @@ def warn_of_cpus(
         each = actor_options(model, nodes)["num_cpus"]
         lack = _lack_of_cpus(model, models, enough)
         run, room = running.get(model.deployment, 0), _fit(model, nodes, free)
-        if nodes and scaling.engine_cpus is None and not _usable(model.options, nodes):
+        if scaling.engine_cpus is None and not _usable(model.options, nodes):
             logger.warning(
                 "no node that can hold an engine has joined the cluster, so the engines of this deploy may all "
                 "start on the first; let nodes join before the deploy, or set engine_cpus"

@@ -246,11 +246,32 @@ def test_what_may_wait_for_processors_is_told(caplog: pytest.LogCaptureFixture) 
     assert "engine_replicas=2" in caplog.text
 
 
+def test_without_a_cluster_nothing_is_said_of_processors(caplog: pytest.LogCaptureFixture) -> None:
+    placement.warn_of_cpus(served(), [], [], {})
+    placement.warn_of_cpus(served(engine_replicas=4, engine_cpus=2), [], [], {})
+    assert caplog.text == ""
+
+
+def test_what_is_free_is_of_the_nodes_that_were_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One joins at each look: what is free of it belongs to no node of the look before."""
+    looks = itertools.count(1)
+
+    def look() -> list[dict[str, Any]]:
+        number = next(looks)
+        return [{"NodeID": f"{n}", "Alive": True, "Resources": {"CPU": 4.0}} for n in range(number)]
+
+    monkeypatch.setattr(placement.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(placement.ray, "nodes", look)
+    monkeypatch.setattr(placement, "available_resources_per_node", lambda: {})
+    nodes, free = placement.nodes_and_free()
+    assert len(nodes) == len(free) == 1
+
+
 def test_the_build_tells_of_what_may_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(placement, "cluster_nodes", lambda: [{"CPU": 4.0}] * 2)
-    monkeypatch.setattr(placement, "free_resources", lambda: [{"CPU": 0.0}] * 2)
+    monkeypatch.setattr(placement, "nodes_and_free", lambda: ([{"CPU": 4.0}] * 2, [{"CPU": 0.0}] * 2))
     monkeypatch.setattr(placement, "running_replicas", lambda: {"engine": 2})
     monkeypatch.setattr(application, "check_models", lambda _: True)
     built: list[int] = []
@@ -281,7 +302,7 @@ def test_what_is_free_and_who_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement.ray, "nodes", lambda: nodes)
     monkeypatch.setattr(placement, "available_resources_per_node", lambda: {"b": {"CPU": 1.0}, "dead": {}})
     monkeypatch.setattr(placement.ray.util, "list_named_actors", lambda all_namespaces: named)
-    assert placement.free_resources() == [{}, {"CPU": 1.0}]
+    assert placement.nodes_and_free() == ([{"CPU": 4.0}] * 2, [{}, {"CPU": 1.0}])
     assert placement.running_replicas() == {"engine": 2, "ingress": 1}
 
 
