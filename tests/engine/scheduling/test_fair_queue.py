@@ -199,7 +199,8 @@ def check_shares(
     The guest sends ``at_once`` requests when it has none that waits, ``pause`` steps after the last time. Its
     outputs end after one token, so it may be charged too much at first.
     """
-    steps = Steps(large_scheduler(num_blocks=512, max_num_seqs=slots))
+    # Blocks run out. Without look-ahead, no small request passes a large one that lacks them.
+    steps = Steps(large_scheduler(num_blocks=512, max_num_seqs=slots, look_ahead=0))
     made: Counter[str] = Counter()
 
     def add_one(client: str, length: int, output: int) -> None:
@@ -251,6 +252,11 @@ def test_clients_that_always_wait_get_equal_work_and_one_that_comes_and_goes_no_
 def test_with_fewer_slots_than_clients_none_falls_behind() -> None:
     check_shares(1, {"a": (1500, 60), "b": (60, 1), "c": (1500, 8), "d": (400, 8)}, 1, num_steps=600)
     check_shares(2, {"a": (60, 1), "b": (400, 1)}, 0, num_steps=400)  # one's queue is empty in some steps
+
+
+def test_with_more_slots_than_blocks_for_large_requests_none_falls_behind() -> None:
+    check_shares(12, {"a": (1500, 60), "b": (400, 8)}, 39)
+    check_shares(8, {"a": (1500, 60), "b": (400, 8)}, 5, num_steps=400)
 
 
 def test_a_client_that_lacks_tokens_in_a_step_loses_no_slot_to_those_behind_it() -> None:
