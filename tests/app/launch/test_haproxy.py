@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
+import select
+import socket
 import ssl
 import subprocess
 import sys
@@ -116,9 +118,10 @@ class Setting:
         except ConnectionRefusedError:
             return b""
         writer.write(b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n%s\r\n" % (path.encode(), headers))
-        answer = await reader.read()
-        writer.close()
-        return answer
+        try:
+            return await reader.read()
+        finally:
+            writer.close()
 
     async def until(self, ends_with: bytes) -> bytes:
         """Ask until the answer ends so."""
@@ -127,8 +130,10 @@ class Setting:
         return answer
 
     async def until_refused(self) -> None:
-        while await self.get():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        """Until HAProxy takes no more connections. Closing its port resets those that it has not accepted."""
+        with contextlib.suppress(ConnectionError):
+            while await self.get():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
 
 
 @pytest.fixture
@@ -428,6 +433,17 @@ def test_it_dies_with_its_parent_and_lets_answers_end(setting: Setting) -> None:
             assert process.status() != psutil.STATUS_ZOMBIE, "the answer goes on"
             writer.close()
             await until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+
+    run(use)
+
+
+def test_a_connection_reset_before_it_is_accepted_counts_as_refused(setting: Setting) -> None:
+    async def use() -> None:
+        with socket.create_server(("127.0.0.1", setting.front)) as listener:
+            refused = asyncio.create_task(setting.until_refused())
+            # The connection is in the backlog, and nobody accepts it.
+            await until(lambda: bool(select.select([listener], [], [], 0)[0]))
+        await refused
 
     run(use)
 
