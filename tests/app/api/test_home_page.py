@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import chromium
+import httpx
 import pytest
 from local_server import MODEL, LocalServer
 
@@ -17,7 +18,7 @@ WATCH = """
 window.asked = [];
 const really = window.fetch;
 window.fetch = (url, how) => {
-  if (how && how.body) window.asked.push(JSON.parse(how.body).messages);
+  if (how && how.body) window.asked.push(JSON.parse(how.body));
   return really(url, how);
 };
 window.lengths = [];
@@ -59,7 +60,9 @@ def test_a_chat_arrives_piece_by_piece_and_errors_say_what_is_wrong(
         assert lengths == sorted(lengths)
         assert alerts(tab) == []
         (asked,) = tab.run("window.asked")
-        assert asked == [
+        assert (asked["temperature"], asked["max_tokens"]) == (0, 256), "no more than half of the context"
+        assert "Temperature 0, at most 256 tokens" in tab.run("document.querySelector('main').textContent")
+        assert asked["messages"] == [
             {"role": "system", "content": "You are a helpful assistant."},
             {"role": "user", "content": "What is the capital of France?"},
         ]
@@ -67,7 +70,11 @@ def test_a_chat_arrives_piece_by_piece_and_errors_say_what_is_wrong(
 
         tab.run("document.getElementById('system').value = ' '")
         send(tab, "word " * 600)
-        assert [message["role"] for message in tab.run("window.asked[1]")] == ["user", "assistant", "user"]
+        assert [message["role"] for message in tab.run("window.asked[1].messages")] == [
+            "user",
+            "assistant",
+            "user",
+        ]
         assert len(alerts(tab)) == 1
         assert "exceeds the context length of 512 tokens" in alerts(tab)[0]
         for width in (390, 1280):
@@ -81,6 +88,14 @@ def test_a_chat_arrives_piece_by_piece_and_errors_say_what_is_wrong(
         assert "API key" in alerts(tab)[1]
         tab.run("refresh()")
         tab.until("document.getElementById('state').textContent.includes('API key')")
+
+
+def test_an_answer_has_a_limit_and_is_the_likeliest(server: LocalServer) -> None:
+    """The built-in model is small: otherwise it may ramble to the end of its context."""
+    page = httpx.get(server.url).text
+    assert 'Temperature 0, at most <span id="most">400</span> tokens' in page
+    assert "temperature: 0, max_tokens: mostTokens, stream: true" in page
+    assert "const MOST_TOKENS = 400;" in page
 
 
 @pytest.mark.skipif(chromium.PATH is None, reason="there is no Chromium")
