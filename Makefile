@@ -17,6 +17,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Dozens of Python processes load this code: each would compile it again, and each worker would rewrite all tests.
 export PYTHONDONTWRITEBYTECODE :=
 
+# `make serve port=8001` would only set a variable of make's. Ours are in capitals.
+LETTERS := a b c d e f g h i j k l m n o p q r s t u v w x y z
+NAMES := $(sort $(filter $(addsuffix %,$(LETTERS)),$(.VARIABLES)))
+GIVEN := $(strip $(foreach name,$(NAMES),$(if $(filter command,$(origin $(name))),$(name)=$(value $(name)))))
+$(if $(GIVEN),$(error options go in ARGS; write: make $(or $(MAKECMDGOALS),serve) ARGS="$(GIVEN)"))
+
 ifeq ($(sort $(MAKECMDGOALS)),check test)
 MAKEFLAGS += --jobs=2  # type-checking takes one core, and the tests seldom fill all
 endif

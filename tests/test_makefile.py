@@ -1,4 +1,4 @@
-"""What ``make .venv`` does: sets up once, and again only what has changed."""
+"""``make .venv`` sets up once, and again only what has changed; options that make would swallow are refused."""
 
 from __future__ import annotations
 
@@ -31,21 +31,29 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
 def make(checkout: Path, pip_fails: bool = False) -> tuple[str, int]:
     """What ``make .venv`` says, and how often it called pip."""
     log = checkout / "log"
     log.write_text("")
+    settings = {"LOG": str(log), "PIP_FAILS": str(int(pip_fails))}
+    done = run_make(checkout, ".venv", f"PYTHON={checkout / 'python'}", **settings)
+    assert (done.returncode != 0) is pip_fails, done.stderr
+    return done.stdout, log.read_text().count("-m pip install")
+
+
+def run_make(checkout: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run(
-        ["make", ".venv", f"PYTHON={checkout / 'python'}"],
+    return subprocess.run(
+        ["make", *arguments],
         cwd=checkout,
-        env={**environment, "LOG": str(log), "PIP_FAILS": str(int(pip_fails))},
+        env={**environment, **settings},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode != 0) is pip_fails, done.stderr
-    return done.stdout, log.read_text().count("-m pip install")
 
 
 def make_newer(path: Path) -> None:
@@ -53,7 +61,7 @@ def make_newer(path: Path) -> None:
     os.utime(path, (time.time() + 1, time.time() + 1))
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@needs_make
 def test_the_environment_is_set_up_once_and_updated_when_what_it_needs_changes(checkout: Path) -> None:
     said, calls = make(checkout, pip_fails=True)
     assert (said.startswith("Setting up .venv with constraints"), calls) == (True, 1)
@@ -71,3 +79,28 @@ def test_the_environment_is_set_up_once_and_updated_when_what_it_needs_changes(c
     said, calls = make(checkout)
     assert (said, calls) == ("Updating .venv: what it needs has changed\n", 2)
     assert make(checkout)[1] == 0
+
+
+@needs_make
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["serve", "port=8001"], 'make serve ARGS="port=8001"'),
+        (["model=a/b", "serve", "port=8001"], 'make serve ARGS="model=a/b port=8001"'),
+        (["port=8001"], 'make serve ARGS="port=8001"'),
+        (["test", "seed=1"], 'make test ARGS="seed=1"'),
+    ],
+)
+def test_an_option_that_make_would_take_for_its_own_is_refused(
+    checkout: Path, arguments: list[str], meant: str
+) -> None:
+    done = run_make(checkout, *arguments)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line.endswith(f"options go in ARGS; write: {meant}.  Stop.")
+
+
+@needs_make
+def test_names_in_the_environment_and_variables_in_capitals_are_not_refused(checkout: Path) -> None:
+    done = run_make(checkout, "help", "WORKERS=1", "ARGS=port=8001", port="8001")
+    assert (done.returncode, done.stderr) == (0, "")
