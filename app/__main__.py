@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _main(arguments: list[str] | None) -> int:
     # Imported here, so that an interrupt during the imports ends quietly, too.
-    from app.config import OPTIONS
+    from app.config import OPTIONS, did_you_mean
     from app.launch.launcher import serve_here
     from engine.errors import ConfigError
 
@@ -32,7 +32,9 @@ def _main(arguments: list[str] | None) -> int:
     parsed, switches = parser.parse_known_intermixed_args(arguments)
     try:
         if switches:
-            raise ConfigError(f"unknown switch {switches[0]!r}; {_as_option(switches[0])}")
+            name, written = _as_option(switches[0])
+            hint = f"write {written}" if not name or name in OPTIONS else did_you_mean([name], OPTIONS)
+            raise ConfigError(f"unknown switch {switches[0]!r}; {hint}")
         pairs = [option.partition("=") for option in parsed.options]
         wrong = [name for name, equals, _ in pairs if not equals]
         if wrong:
@@ -48,10 +50,11 @@ def _main(arguments: list[str] | None) -> int:
     return 0
 
 
-def _as_option(switch: str) -> str:
-    """How to write what ``--max-replicas=4`` means."""
+def _as_option(switch: str) -> tuple[str, str]:
+    """The option that ``--max-replicas=4`` names, and how to write it."""
     name, equals, value = switch.lstrip("-").partition("=")
-    return f"write {name.replace('-', '_')}={value if equals else '...'}" if name else "write option=value"
+    name = name.replace("-", "_")
+    return name, f"{name}={value if equals else '...'}" if name else "option=value"
 
 
 def say(line: str) -> None:

@@ -416,14 +416,16 @@ def _read(option: Option, value: Any) -> Any:
 
 
 def _unknown(names: list[str], options: Iterable[str]) -> str:
+    return f"unknown option{'s' if len(names) > 1 else ''} {', '.join(names)}; {did_you_mean(names, options)}"
+
+
+def did_you_mean(names: list[str], options: Iterable[str]) -> str:
+    """The options nearest to ``names``, which are none; all options if none is near."""
     options = sorted(options)
     meant = [close for name in names for close in difflib.get_close_matches(name, options, n=1)]
-    hint = (
-        f"did you mean {', '.join(meant)}? docs/options.md has them all"
-        if meant
-        else f"options: {', '.join(options)}"
-    )
-    return f"unknown option{'s' if len(names) > 1 else ''} {', '.join(names)}; {hint}"
+    if meant:
+        return f"did you mean {', '.join(meant)}? docs/options.md has them all"
+    return f"options: {', '.join(options)}"
 
 
 def _explain(error: Mapping[str, Any]) -> str:

@@ -87,6 +87,10 @@ def test_what_was_meant_is_hinted_at(capsys: pytest.CaptureFixture[str]) -> None
     assert "write max_replicas=4" in refusal(capsys, "--max_replicas=4")
     assert "write max_replicas=4" in refusal(capsys, "--max-replicas=4", "seed=1")
     assert "write max_replicas=..." in refusal(capsys, "--max-replicas", "4")
+    for given, meant in {"--prot": "port", "--engine-replica=2": "engine_replicas"}.items():
+        line = refusal(capsys, given, "8001")
+        assert line.startswith(f"quire: unknown switch '{given}'; did you mean {meant}? "), line
+    assert "unknown switch '--zzz'; options: admin_routes, " in refusal(capsys, "--zzz")
     assert "name is missing before '='" in refusal(capsys, "=3")
 
 
