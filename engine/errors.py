@@ -68,3 +68,8 @@ def shown(value: object) -> str:
     except Exception:  # noqa: BLE001 - it is the caller's code, and the message is about the caller's mistake
         text = f"a {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{shown(count)} {noun}{'' if count == 1 else 's'}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.errors import InvalidRequestError, shown
+from engine.errors import InvalidRequestError, counted, shown
 from engine.sampling_params import SamplingParams
 from engine.token_logprobs import TokenLogprobs
 
@@ -210,15 +210,15 @@ def check_size(prompt: int, params: SamplingParams, limits: ModelLimits) -> int:
     if total > limits.max_model_len:
         asked = "no room to generate" if wanted is None else f"max_tokens {shown(wanted)}"
         raise InvalidRequestError(
-            f"prompt of {prompt} tokens with {asked} exceeds the context length of "
+            f"prompt of {counted(prompt, 'token')} with {asked} exceeds the context length of "
             f"{limits.max_model_len} tokens",
             "max_tokens" if wanted is not None and prompt < limits.max_model_len else "prompt",
             "context_length_exceeded",
         )
     if max(total, prompt + 1) > limits.max_tokens:
         raise InvalidRequestError(
-            f"prompt of {prompt} tokens with {1 if wanted is None else wanted} more can never fit the "
-            f"KV pool of {limits.num_blocks * limits.block_size} tokens ({limits.num_blocks} blocks of "
+            f"prompt of {counted(prompt, 'token')} with {1 if wanted is None else wanted} more can never fit "
+            f"the KV pool of {limits.num_blocks * limits.block_size} tokens ({limits.num_blocks} blocks of "
             f"{limits.block_size}); raise kv_memory or shorten the request",
             "prompt",
             "kv_pool_exceeded",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from app.api.errors import ApiError
 from app.api.keys import ApiKey
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, counted
 
 MINUTE_S = 60.0
 
@@ -111,8 +111,9 @@ class KeyLimits:
         asked = 1 if max_tokens is None else max_tokens
         if prompt + asked > most:
             raise InvalidRequestError(
-                f"a prompt of {prompt} tokens with {asked} more exceeds the {most} tokens that the key "
-                f"{self.key.id!r} may use in one context (max_context_tokens)",
+                f"a prompt of {counted(prompt, 'token')} with {asked} more exceeds the "
+                f"{counted(most, 'token')} that the key {self.key.id!r} may use in one context "
+                "(max_context_tokens)",
                 "max_tokens" if prompt < most else "prompt",
                 "context_length_exceeded",
             )

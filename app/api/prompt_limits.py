@@ -8,7 +8,7 @@ from app.api.choices import GenerationJob
 from app.api.key_limits import KeyLimits
 from app.api.openai_types import GenerationOptions
 from app.fleet.fleet_limits import FleetLimits
-from engine.errors import InvalidRequestError, shown
+from engine.errors import InvalidRequestError, counted, shown
 from engine.request import check_prompt_scores
 
 
@@ -60,10 +60,12 @@ def within_logprobs(job: GenerationJob, limits: FleetLimits, most: int) -> Gener
         return replace(job, options=replace(job.options, params=replace(params, max_tokens=fit)))
     tokens = room if wanted is None else wanted
     other = "" if job.repeats else ", or set stream to true"
+    scores = sequences * tokens * (params.logprobs + 1)
     raise InvalidRequestError(
-        f"{sequences} sequences of up to {shown(tokens)} tokens with {params.logprobs} alternatives each have "
-        f"{shown(sequences * tokens * (params.logprobs + 1))} log probabilities, but one response has at most "
-        f"{most // times} (max_response_logprobs); ask for fewer tokens, choices or alternatives{other}",
+        f"{counted(sequences, 'sequence')} of up to {counted(tokens, 'token')} with "
+        f"{counted(params.logprobs, 'alternative')} each may have {shown(scores)} log probabilities, but one "
+        f"response has at most {most // times} (max_response_logprobs); ask for fewer tokens, choices or "
+        f"alternatives{other}",
         "logprobs",
     )
 
@@ -92,8 +94,8 @@ def _check_prompt(prompt: list[int], job: GenerationJob, limits: FleetLimits) ->
         raise
     if params.min_tokens > longest - len(prompt):
         raise InvalidRequestError(
-            f"min_tokens is {shown(params.min_tokens)} but after a prompt of {len(prompt)} tokens at most "
-            f"{longest - len(prompt)} more can be generated",
+            f"min_tokens is {shown(params.min_tokens)} but after a prompt of {counted(len(prompt), 'token')} "
+            f"at most {longest - len(prompt)} more can be generated",
             "min_tokens",
             "context_length_exceeded",
         )

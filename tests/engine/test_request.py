@@ -52,6 +52,16 @@ def test_so_many_log_probabilities_of_a_prompt_and_no_more() -> None:
     assert check_size(most + 1, SamplingParams(max_tokens=1), limits) == most + 2
 
 
+@pytest.mark.parametrize(("prompt", "words"), [(1, "prompt of 1 token with "), (2, "prompt of 2 tokens with ")])
+@pytest.mark.parametrize("context", [64, 2**10])
+def test_one_token_is_singular(prompt: int, words: str, context: int) -> None:
+    """Whether the context is too short or the pool too small."""
+    limits = replace(LIMITS, max_model_len=context)
+    with pytest.raises(InvalidRequestError) as caught:
+        check_size(prompt, SamplingParams(max_tokens=64), limits)
+    assert caught.value.message.startswith(words)
+
+
 ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just(np.int64(3))
 ANYTHING |= st.lists(ANYTHING, max_size=3) | st.tuples(ANYTHING, ANYTHING)
 FIELDS = [field.name for field in fields(SamplingParams)]

@@ -134,3 +134,9 @@ def test_a_context_is_prompt_and_output(prompt: int, asked: int | None, allowed:
         with pytest.raises(InvalidRequestError, match=r"exceeds the 100 tokens .*max_context_tokens"):
             limits.context(prompt, asked)
     assert KeyLimits(ApiKey(id="a", sha256=DIGEST)).context(prompt, asked) == asked
+
+
+def test_one_token_is_singular() -> None:
+    limits = KeyLimits(ApiKey(id="a", sha256=DIGEST, max_context_tokens=1))
+    with pytest.raises(InvalidRequestError, match=r"^a prompt of 1 token with 1 more exceeds the 1 token that"):
+        limits.context(1, None)

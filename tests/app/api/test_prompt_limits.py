@@ -18,6 +18,8 @@ from engine.request import MAX_PROMPT_SCORES, ModelLimits
 
 LIMITS = FleetLimits((ModelLimits(vocab_size=100, max_model_len=2**20, num_blocks=2**20, block_size=4),))
 
+SMALL = FleetLimits((ModelLimits(vocab_size=100, max_model_len=64, num_blocks=16, block_size=4),))
+
 
 def job(prompts: list[list[int]], **fields: int | None) -> GenerationJob:
     options = parse_completion({"prompt": "a", "max_tokens": 1, **fields}).options
@@ -78,3 +80,12 @@ def test_a_keys_context_that_exceeds_the_models_limits_nothing() -> None:
         kept = within_context(asked, key, LIMITS)
         assert kept.options.params.max_tokens == most
         check_prompts(kept, LIMITS)
+
+
+def test_one_of_each_is_singular() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^1 sequence of up to 1 token with 1 alternative each"):
+        within_logprobs(job([[1]], logprobs=1), LIMITS, 1)
+    fields = {"messages": [{"role": "user", "content": "a"}], "min_tokens": 64}
+    asked = GenerationJob(parse_chat(fields).options, [[1]], True, Caller("", "test"))
+    with pytest.raises(InvalidRequestError, match="after a prompt of 1 token at most 63 more can"):
+        check_prompts(asked, SMALL)
