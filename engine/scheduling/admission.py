@@ -19,12 +19,13 @@ _MAX_MATCHED = 4_096  # blocks found anew in one step before it looks at no more
 _MAX_COUNTED = 16_384  # blocks of hits looked up between two starts: about 1 ms; one hit may have more
 
 
-def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
+def admit_waiting(state: SchedulerState, plan: StepPlan, before: Order | None = None) -> tuple[int, int]:
     """Start waiting sequences while tokens, sequence slots and blocks last.
 
     A bounded number of sequences that do not fit is passed over. Returns two counts of sequences that lack
     slots or blocks: those that no newcomer can overtake, and all of them, including those passed over.
-    Sequences that lack only tokens do not count.
+    Sequences that lack only tokens do not count. With ``before``, only sequences that come before this place in
+    the order start.
     """
     waiting, shares = state.waiting, state.shares
     position = misses = deferred = without_tokens = 0
@@ -41,6 +42,8 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
         if hits.matched > _MAX_MATCHED:  # the next step continues from what was found
             break
         sequence = waiting[position]
+        if before is not None and sequence.order > before:
+            break
         if not _may_start(sequence):
             others += sequence.num_seqs
             position += 1

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import islice
 
 from engine.scheduling.fair_queue import Account
-from engine.scheduling.sequence import RUNS
+from engine.scheduling.sequence import RUNS, Sequence
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepPlan
 
@@ -22,32 +22,34 @@ def begin_prefills(state: SchedulerState, budget: int, prefilling: int) -> None:
     state.shares.begin(budget, contended, _quotas(state) if contended and state.fair.shared else {})
 
 
-def lengthen_held_back(state: SchedulerState, plan: StepPlan) -> None:
-    """Give tokens that are left to running sequences that were held back, in their order.
+def lengthen_held_back(
+    state: SchedulerState, plan: StepPlan, held_back: list[Sequence], quotas: dict[Account, int] | None = None
+) -> None:
+    """Give tokens that are left to running sequences that were held back, in this order.
 
-    Clients get the rest of their quotas first. Nothing is preempted for a sequence: it gets no more than the
-    available blocks cover.
+    With ``quotas``, clients get the rest of these only. Nothing is preempted for a sequence: it gets no more
+    than the available blocks cover.
     """
-    chunks = {chunk.sequence: chunk for chunk in plan.chunks if not chunk.samples}
-    quotas = state.shares.quotas
-    for within_quotas in (True, False) if quotas else (False,):
-        for sequence in state.shares.held_back:
-            account = sequence.ticket.account
-            more = min(plan.budget_left, quotas.get(account, 0)) if within_quotas else plan.budget_left
-            if more <= 0 or sequence.state not in RUNS:  # preempted since
-                continue
-            chunk = chunks.get(sequence)
-            begun = 0 if chunk is None else chunk.length
-            covered = state.block_tables.extend(sequence, min(sequence.remaining, begun + more), plan.transfers)
-            if covered <= begun:
-                continue
-            if chunk is None:
-                plan.add(sequence, covered)
-                chunks[sequence] = plan.chunks[-1]
-            else:
-                plan.lengthen(chunk, covered)
-            if within_quotas:
-                quotas[account] -= covered - begun
+    chunks = {
+        chunk.sequence: chunk for chunk in plan.chunks if chunk.length > 1 or not chunk.samples
+    }  # no decodes
+    for sequence in held_back:
+        account = sequence.ticket.account
+        more = plan.budget_left if quotas is None else min(plan.budget_left, quotas.get(account, 0))
+        if more <= 0 or sequence.state not in RUNS:  # preempted since
+            continue
+        chunk = chunks.get(sequence)
+        begun = 0 if chunk is None else chunk.length
+        covered = state.block_tables.extend(sequence, min(sequence.remaining, begun + more), plan.transfers)
+        if covered <= begun:
+            continue
+        if chunk is None:
+            plan.add(sequence, covered)
+            chunks[sequence] = plan.chunks[-1]
+        else:
+            plan.lengthen(chunk, covered)
+        if quotas is not None:
+            quotas[account] -= covered - begun
 
 
 def _quotas(state: SchedulerState) -> dict[Account, int]:

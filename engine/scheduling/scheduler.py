@@ -394,10 +394,22 @@ def _share_rest(state: SchedulerState, plan: StepPlan) -> None:
 
     Without any, admission still counts who lacks blocks: it did not look at those that got no share.
     """
+    shares, held_back = state.shares, list(state.shares.held_back)
     if plan.budget_left > 0:
-        lengthen_held_back(state, plan)
+        if shares.quotas:
+            lengthen_held_back(state, plan, held_back, shares.quotas)
+        if state.waiting and held_back:
+            # One that waits may come before one that runs: otherwise a client of many short prompts, which all
+            # begin and end within its quota, would get none of what is left.
+            first = state.waiting[0].order
+            later = [sequence for sequence in held_back if sequence.order > first]
+            if later:
+                lengthen_held_back(state, plan, [each for each in held_back if each.order < first])
+                shares.lift(plan.budget_left)
+                admit_waiting(state, plan, before=later[0].order)
+        lengthen_held_back(state, plan, held_back)
     if state.waiting:
-        state.shares.lift(plan.budget_left)
+        shares.lift(plan.budget_left)
         state.num_blocked, state.num_lacking = admit_waiting(state, plan)
 
 

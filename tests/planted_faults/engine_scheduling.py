@@ -305,6 +305,13 @@ SCHEDULING: list[Fault] = [
         "short prompts may take a quarter of every step",
     ),
     Fault(
+        "engine/scheduling/scheduler.py",
+        "            if later:\n",
+        "            if False:\n",
+        _FAIR,
+        "what the shares left over goes to those that run, even before a waiting one that comes first",
+    ),
+    Fault(
         "engine/scheduling/prefill.py",
         "    return {account: max(part - decodes[account], 0) for account in accounts}",
         "    return {}",
@@ -313,8 +320,8 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/scheduler.py",
-        "    if plan.budget_left > 0:\n        lengthen_held_back(state, plan)\n",
-        "",
+        "        lengthen_held_back(state, plan, held_back)\n    if state.waiting:\n",
+        "    if state.waiting:\n",
         (*_ADMISSION, *_FAIR),
         "tokens that were kept for others stay idle",
     ),

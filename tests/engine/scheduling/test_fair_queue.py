@@ -263,6 +263,10 @@ def test_a_client_that_lacks_tokens_in_a_step_loses_no_slot_to_those_behind_it()
     check_shares(16, {"a": (400, 8), "b": (400, 8), "c": (400, 1), "d": (60, 8)}, 24, num_steps=500)
 
 
+def test_a_client_of_short_prompts_gets_its_part_of_the_tokens_that_another_leaves() -> None:
+    check_shares(12, {"a": (400, 1), "b": (60, 1)}, 5, at_once=2, pause=3, num_steps=400)
+
+
 def enter(queue: FairQueue, client: str, work: float, next_start: float) -> Ticket:
     return queue.enter(
         client, (0,), client=client, priority=0.0, arrival=1.0, work=work, oldest=0.0, next_start=next_start

@@ -12,7 +12,7 @@ from scheduler_steps import shape, tokens
 from engine.kv.block_pool import NO_BLOCK
 from engine.scheduling.admission import admit_waiting, reserve_bound
 from engine.scheduling.preemption import preempt
-from engine.scheduling.sequence import SequenceState
+from engine.scheduling.sequence import Order, SequenceState
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepPlan
 
@@ -214,10 +214,10 @@ def test_the_quick_bound_of_the_reserve_is_never_too_low(
     scheduler = make_scheduler(12, 4, max_num_seqs=8, token_budget=12, window=window)
     slack = []
 
-    def checked(state: SchedulerState, plan: StepPlan) -> tuple[int, int]:
+    def checked(state: SchedulerState, plan: StepPlan, before: Order | None = None) -> tuple[int, int]:
         bound = reserve_bound(state, plan)
         slack.append(bound - state.reserve.blocks(state.running))
-        return admit_waiting(state, plan)
+        return admit_waiting(state, plan, before)
 
     monkeypatch.setattr("engine.scheduling.scheduler.admit_waiting", checked)
     simulation = KVSimulation(4, lambda sequence: rng.randrange(40), window)
