@@ -30,9 +30,8 @@ def lengthen_held_back(
     With ``quotas``, clients get the rest of these only. Nothing is preempted for a sequence: it gets no more
     than the available blocks cover.
     """
-    chunks = {
-        chunk.sequence: chunk for chunk in plan.chunks if chunk.length > 1 or not chunk.samples
-    }  # no decodes
+    prefills = (chunk for chunk in plan.chunks if chunk.length > 1 or not chunk.samples)
+    chunks = {chunk.sequence: chunk for chunk in prefills}
     for sequence in held_back:
         account = sequence.ticket.account
         more = plan.budget_left if quotas is None else min(plan.budget_left, quotas.get(account, 0))
