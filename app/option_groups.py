@@ -20,8 +20,10 @@ MAX_REPLICAS = 10_000
 MAX_SCALING_S = 500_000.0
 """Maximum of the scaling policy's times: Serve's controller must never find one out of range."""
 
-SMALLEST_CPU = 0.0001
-"""The smallest part of a CPU that Ray tells apart: it refuses requests for less, with an exception."""
+RESOURCE_PARTS = 10_000
+"""Parts of a resource that Ray tells apart: it refuses requests for less than one, with an exception."""
+
+SMALLEST_CPU = 1 / RESOURCE_PARTS
 
 ScalingPolicy = Literal["kv_demand", "occupancy"]
 Routing = Literal["prefix", "least_tokens", "round_robin", "power_of_two", "prefix_affinity"]

@@ -213,34 +213,15 @@ class IngressChannel:
 
     def _send_beat(self, epoch: int, acknowledged: int, last: bool = False) -> None:
         """Send a beat without waiting for the answer."""
-        beat = self._beat_call(epoch, acknowledged, [], [], False, last)
+        beat = EngineCall(
+            EngineCalls.beat, self._cid, epoch, acknowledged, [], [], False, last, target=self.replica
+        )
         try:
             beat.send(self._unary.beat)
         except Exception as error:
             if is_defect(error, beat):
                 self.defects += 1
                 logger.exception("a beat to %s failed", self.replica)
-
-    def _beat_call(
-        self,
-        epoch: int,
-        acknowledged: int,
-        stale: list[int],
-        unwanted: list[tuple[int, int]],
-        resync: bool,
-        last: bool,
-    ) -> EngineCall:
-        return EngineCall(
-            EngineCalls.beat,
-            self._cid,
-            epoch,
-            acknowledged,
-            stale,
-            unwanted,
-            resync,
-            last,
-            target=self.replica,
-        )
 
     async def _stay_alive(self, epoch: int) -> None:
         """Send the beats of a channel that has ended, instead of ``_watch``."""
@@ -500,7 +481,8 @@ class IngressChannel:
         self._unwanted.clear()
         self._acknowledged = acknowledged
         resync = self._resync_now()
-        beat = self._beat_call(epoch, acknowledged, stale, unwanted, resync, False)
+        arguments = self._cid, epoch, acknowledged, stale, unwanted, resync, False
+        beat = EngineCall(EngineCalls.beat, *arguments, target=self.replica)
         response = None
         try:
             response = beat.send(self._unary.beat)

@@ -15,7 +15,7 @@ from ray._raylet import IMPLICIT_RESOURCE_PREFIX  # type: ignore[attr-defined]
 from ray.serve._private.common import ReplicaID
 
 from app.config import AppConfig, ServedModel
-from app.option_groups import MAX_REPLICAS
+from app.option_groups import MAX_REPLICAS, RESOURCE_PARTS
 from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,6 @@ ANY_CPU = 0.001
 """What an engine requests by default: a node that has CPUs. A share of them would change with the number of
 engines, models or nodes. Serve restarts a replica whose request changes, and waits forever if it finds no room
 for it beside the old ones."""
-
-SMALLEST_PART = 10_000
-"""Parts of a resource that Ray tells apart."""
 
 
 def cluster_nodes() -> list[dict[str, float]]:
@@ -114,7 +111,7 @@ def _place_on_a_node(model: ServedModel, nodes: Sequence[Resources]) -> dict[str
     """
     places = replicas_on_a_node(model.options, nodes)
     # Rounded down, or the last replica does not fit.
-    part = math.floor(SMALLEST_PART / places) / SMALLEST_PART
+    part = math.floor(RESOURCE_PARTS / places) / RESOURCE_PARTS
     return {f"{IMPLICIT_RESOURCE_PREFIX}{model.deployment}:{places}_per_node": part}
 
 
