@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 MAX_SHOWN = 80
 """Characters of a value in an error message."""
 
@@ -68,6 +71,13 @@ def shown(value: object) -> str:
     except Exception:  # noqa: BLE001 - it is the caller's code, and the message is about the caller's mistake
         text = f"a {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The one of ``names`` that a misspelt ``name`` most likely means; empty if none is near."""
+    if len(name) > MAX_SHOWN:  # the search takes the square of its length
+        return ""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1)), "")
 
 
 def counted(count: int, noun: str) -> str:

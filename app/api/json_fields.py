@@ -6,10 +6,18 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from app.api.errors import show
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, nearest
 
 _AT_ONCE = 1 << 16
 """Entries of a list that are checked before other threads may run again: in about a millisecond."""
+
+_SAME = (
+    ("max_tokens", "max_output_tokens", "max_new_tokens"),
+    ("stop", "stop_sequences", "stop_sequence"),
+    ("n", "num_return_sequences"),
+    ("seed", "random_seed"),
+)
+"""Names that APIs and libraries have for one parameter; spelling does not tell that they mean the same."""
 
 
 def known_fields(
@@ -25,8 +33,22 @@ def known_fields(
         if refused is not None and name in refused and value not in (False, [], {}):
             raise InvalidRequestError(f"{name}: {refused[name]}", name, "unsupported_parameter")
         if name not in known and (refused is None or name not in refused):
-            raise InvalidRequestError(f"{show(name)} is not a known parameter", name[:64], "unknown_parameter")
+            raise unknown(name, known)
     return fields
+
+
+def unknown(name: str, known: Collection[str]) -> InvalidRequestError:
+    """The error for a field that is not ``known``, with the known one that it most likely means."""
+    return InvalidRequestError(
+        f"{show(name)} is not a known parameter{did_you_mean(name, known)}", name[:64], "unknown_parameter"
+    )
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """``; did you mean 'stop'?``, or nothing if no ``known`` name is near or means the same elsewhere."""
+    same = [other for group in _SAME if name in group for other in group if other in known]
+    meant = same[0] if same else nearest(name, sorted(known))
+    return f"; did you mean {meant!r}?" if meant else ""
 
 
 def text(value: object, name: str, param: str | None = None) -> str:

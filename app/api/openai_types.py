@@ -13,7 +13,7 @@ from typing import Any
 from app.api import output_options
 from app.api.chat_messages import ChatMessage, parse_messages
 from app.api.errors import show
-from app.api.json_fields import boolean, integer, integers, number, text, wrong
+from app.api.json_fields import boolean, did_you_mean, integer, integers, number, text, unknown, wrong
 from app.api.output_form import FORM_FIELDS, output_form
 from app.api.output_options import DEFAULT_OUTPUT, DEFAULT_TEMPLATE, OutputOptions, TemplateOptions
 from app.api.tools.answer_form import answer_form
@@ -44,6 +44,7 @@ KNOWN = frozenset({
     "store",  # nothing is stored
 })
 # fmt: on
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 OFF: dict[str, Callable[[Any], bool]] = {
     "echo": lambda v: v is False,  # on the chat route
     "suffix": lambda v: v == "",
@@ -139,7 +140,7 @@ def _known_fields(body: dict[str, Any], *own: str) -> dict[str, Any]:
             continue
         means_off = OFF.get(name)
         if means_off is None:
-            raise InvalidRequestError(f"{show(name)} is not a known parameter", name[:64], "unknown_parameter")
+            raise unknown(name, (*own, *KNOWN))
         if not means_off(value):
             raise InvalidRequestError(
                 f"{name} is {show(value)} but is not supported; leave it out", name, "unsupported_parameter"
@@ -270,9 +271,11 @@ def _stream_options(fields: dict[str, Any], stream: bool) -> dict[str, bool]:
     if options and not stream:
         raise InvalidRequestError("stream_options is only allowed with stream true", "stream_options")
     for name in options:
-        if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
+        if name not in STREAM_OPTIONS:
             raise InvalidRequestError(
-                f"{show(name)} is not a known stream option", "stream_options", "unknown_parameter"
+                f"{show(name)} is not a known stream option{did_you_mean(name, STREAM_OPTIONS)}",
+                "stream_options",
+                "unknown_parameter",
             )
         options[name] = boolean(options, name, "stream_options.")
     if options.get("include_obfuscation"):

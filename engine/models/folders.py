@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, nearest
 from kernels.cache_dir import cache_root
 
 BUNDLED_NAME = "smollm2-135m-instruct"
@@ -16,6 +16,12 @@ BUNDLED_ALIASES = frozenset({BUNDLED_NAME, "SmolLM2-135M-Instruct", "HuggingFace
 def is_bundled(model: str) -> bool:
     """Whether ``model`` is a name of the bundled model; an existing folder of that name comes first."""
     return model in BUNDLED_ALIASES and not Path(model).is_dir()
+
+
+def bundled_hint(model: str) -> str:
+    """``; did you mean 'smollm2-135m-instruct'?`` for a name that misspells it, or nothing."""
+    meant = nearest(model, sorted(BUNDLED_ALIASES)) or nearest(model.lower(), [BUNDLED_NAME])
+    return f"; did you mean {meant!r}?" if meant else ""
 
 
 def bundled_folder() -> Path:
@@ -59,7 +65,7 @@ def local_folder(model: str | Path) -> Path:
         )
     raise ConfigError(
         f"model folder {name!r} does not exist; give a folder with config.json and *.safetensors, a hub id "
-        f"(owner/name) or {BUNDLED_NAME!r}"
+        f"(owner/name) or {BUNDLED_NAME!r}{bundled_hint(name)}"
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from app.api.errors import show
-from app.api.json_fields import boolean, text, wrong
+from app.api.json_fields import boolean, did_you_mean, text, wrong
 from engine.errors import InvalidRequestError
 
 MAX_TOOLS = 128
@@ -20,6 +20,9 @@ MAX_SCHEMA_DEPTH = 32
 """Lists and objects inside one another in the parameters of a tool."""
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+_FUNCTION = ("name", "description", "parameters", "strict")
+"""Fields of a tool's function."""
 
 ToolChoice: TypeAlias = Literal["none", "auto", "required", "named"]
 
@@ -117,9 +120,12 @@ def _tool(entry: object, name: str) -> Tool:
     if not isinstance(function, dict):
         raise wrong(f"{name}.function", function, "an object with name, description and parameters", "tools")
     for key in function:
-        if key not in ("name", "description", "parameters", "strict"):
+        if key not in _FUNCTION:
+            hint = did_you_mean(key, _FUNCTION)
             raise InvalidRequestError(
-                f"{name}.function has {show(key)}, which is not a known parameter", "tools", "unknown_parameter"
+                f"{name}.function has {show(key)}, which is not a known parameter{hint}",
+                "tools",
+                "unknown_parameter",
             )
     parameters = function.get("parameters")
     if parameters is not None:

@@ -145,6 +145,38 @@ def test_values_that_mean_off_are_accepted(off: dict[str, Any]) -> None:
     assert parse_chat({"messages": HELLO, **off}) == parse_chat({"messages": HELLO})
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_token", "'max_tokens'"),
+        ("max_new_tokens", "'max_tokens'"),
+        ("max_output_tokens", "'max_tokens'"),
+        ("temprature", "'temperature'"),
+        ("stop_sequence", "'stop'"),
+        ("stop_sequences", "'stop'"),
+        ("num_return_sequences", "'n'"),
+        ("toolchoice", "'tool_choice'"),
+        ("message", "'messages'"),
+    ],
+)
+def test_an_unknown_parameter_is_answered_with_the_likely_one(name: str, meant: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_chat({"messages": HELLO, name: 1})
+    assert caught.value.message == f"{name!r} is not a known parameter; did you mean {meant}?"
+    assert (caught.value.param, caught.value.code) == (name, "unknown_parameter")
+
+
+@pytest.mark.parametrize("name", ["xyzzy", "max_tokens" * 100_000])
+def test_an_unknown_parameter_near_none_gets_no_hint(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"is not a known parameter$"):
+        parse_chat({"messages": HELLO, name: 1})
+
+
+def test_a_misspelt_stream_option_is_answered_with_the_likely_one() -> None:
+    with pytest.raises(InvalidRequestError, match=r"known stream option; did you mean 'include_usage'\?"):
+        parse_chat({"messages": HELLO, "stream": True, "stream_options": {"includes_usage": True}})
+
+
 def test_text_parts_are_joined_and_developer_is_system() -> None:
     messages = [
         {"role": "developer", "content": "rules"},

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from app.launch import model_store
 from app.launch.model_store import is_ready, main, pull, resolve
 from engine.errors import ConfigError
-from engine.models.folders import BUNDLED_NAME, bundled_folder
+from engine.models.folders import BUNDLED_NAME, bundled_folder, local_folder
 
 WANTED = ["config.json", "model.safetensors", "tokenizer.json"]
 
@@ -43,6 +43,10 @@ def test_folders_and_names(cache: Path, tmp_path: Path) -> None:
         assert resolve(name) == bundled_folder()
     with pytest.raises(ConfigError, match="model 'nothing' is not a folder, not a hub id"):
         resolve("nothing")
+    with pytest.raises(ConfigError, match=r"; did you mean 'smollm2-135m-instruct'\?$"):
+        resolve("smollm2-135m-instuct")
+    with pytest.raises(ConfigError, match=r"; did you mean 'smollm2-135m-instruct'\?$"):
+        local_folder("SMOLLM2-135M-INSTUCT")
     with pytest.raises(ConfigError, match="model '/no/such/folder' is not a folder"):
         resolve("/no/such/folder")
 

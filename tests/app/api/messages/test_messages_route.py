@@ -232,6 +232,7 @@ def test_tokens_are_counted_as_the_answer_counts_them(sdk: anthropic.Anthropic) 
         ("output_config", {"format": {"type": "xml"}}, "output_config.format is 'xml'"),
         ("metadata", 1, "metadata is 1"),
         ("no_such", 1, "'no_such' is not a known parameter"),
+        ("stop", ["x"], "did you mean 'stop_sequences'?"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(field: str, value: Any, words: str) -> None:

@@ -230,6 +230,7 @@ def test_the_text_has_the_form_that_is_asked_for(sdk: openai.OpenAI) -> None:
         ("truncation", "most", "truncation is 'most' but must be 'auto' or 'disabled'"),
         ("background_options", {"completion_window": "2h"}, "cannot answer later"),
         ("no_such", 1, "'no_such' is not a known parameter"),
+        ("max_tokens", 5, "did you mean 'max_output_tokens'?"),
         ("input", [], "input is a list of 0 but must be a string or a list of at least 1 item"),
         (
             "input",
