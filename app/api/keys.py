@@ -25,20 +25,26 @@ import hmac
 import json
 import logging
 import os
+import re
 import secrets
 import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.errors import ConfigError, one_line
+from app.wrong_values import must_be
+from engine.errors import ConfigError, nearest, one_line
 
 ENVIRONMENT = "QUIRE_KEYS"
 """Names keys as ``id:sha256`` pairs, separated by commas."""
+
+PREFIX = "qk_"
+"""Of keys that the command makes."""
 
 REREAD_S = 1.0
 """How often the file system is asked whether the file has changed."""
@@ -50,7 +56,19 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of a thousand keys: i
 _UNREADABLE = (OSError, ValueError, LookupError, AttributeError, yaml.YAMLError, RecursionError)
 """What a file may raise; PyYAML lets through what Python says of a date or a number that is none."""
 
+_FIELD = re.compile("[A-Za-z_]{1,32}")
+"""A name that is no key."""
+
 logger = logging.getLogger(__name__)
+
+
+_ID = re.compile("^[A-Za-z0-9._-]{1,64}$")
+_FORMS = {
+    "id": "1 to 64 letters, digits, and . _ -",
+    "sha256": "64 hexadecimal digits in lower case, the SHA-256 of the key and not the key itself; "
+    "`python -m app.api.keys new NAME` makes both",
+}
+"""What the texts of an entry must be."""
 
 
 class ApiKey(BaseModel):
@@ -58,7 +76,7 @@ class ApiKey(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    id: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    id: str = Field(pattern=_ID.pattern)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)  # prompt tokens and output tokens
@@ -162,14 +180,44 @@ def _read_file(path: Path) -> tuple[ApiKey, ...]:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"the key file {path} exceeds {MAX_FILE_BYTES} bytes")
         content = _parsed(path.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:  # as text it has the line, which may be one with a key
+        mark = error.problem_mark
+        where = f"in line {mark.line + 1}: " if mark is not None else ""
+        raise ConfigError(f"the key file {path} cannot be read: {where}{error.problem}") from None
     except _UNREADABLE as error:
         raise ConfigError(f"the key file {path} cannot be read: {one_line(error)}") from error
     try:
         return _KeyList.model_validate(content).keys
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ConfigError(f"the key file {path} is invalid: {where}: {first['msg']}") from None
+        raise ConfigError(f"the key file {path} is wrong: {_explain(error.errors()[0], content)}") from None
+
+
+def _explain(error: Mapping[str, Any], content: object) -> str:
+    """One of pydantic's errors: entry, field, and what it must be; of values only numbers, as no key is one."""
+    kind, loc, value = error["type"], error["loc"], error["input"]
+    if loc[:1] != ("keys",) or len(loc) < 2:
+        return "it must be a mapping with only keys, a list of entries with id and sha256"
+    entries: Any = content
+    entry = _entry(entries["keys"][loc[1]], loc[1])
+    if len(loc) == 2:
+        return f"{entry} must be a mapping with id and sha256"
+    name = str(loc[2])
+    if kind == "extra_forbidden":
+        meant = nearest(name, ApiKey.model_fields)
+        shown_name = name if _FIELD.fullmatch(name) else "a name"
+        hint = f"did you mean {meant}?" if meant else f"fields: {', '.join(ApiKey.model_fields)}"
+        return f"{entry} has {shown_name}, which is not a known field; {hint}"
+    if kind == "missing":
+        return f"{entry} has no {name}; it must be {_FORMS[name]}"
+    what = f"{name}={value}" if type(value) in (int, float) and name not in _FORMS else name
+    return f"{entry}: {what} {must_be(error, _FORMS.get(name, ''))}"
+
+
+def _entry(entry: object, index: int) -> str:
+    """An entry by its place, from 1, and its id, unless that may be a key."""
+    name = entry.get("id") if isinstance(entry, Mapping) else None
+    named = isinstance(name, str) and _ID.fullmatch(name) and not name.startswith(PREFIX)
+    return f"entry {index + 1}{f' ({name})' if named else ''}"
 
 
 def _parsed(text: str) -> object:
@@ -186,12 +234,16 @@ def _parsed(text: str) -> object:
 
 def _parse_pairs(pairs: str) -> list[ApiKey]:
     keys = []
-    for pair in filter(None, (part.strip() for part in pairs.split(","))):
+    for index, pair in enumerate(filter(None, (part.strip() for part in pairs.split(",")))):
         name, _, digest = pair.partition(":")
         try:
             keys.append(ApiKey(id=name, sha256=digest))
-        except ValidationError:
-            raise ConfigError(f"{ENVIRONMENT} must have id:sha256 pairs, separated by commas") from None
+        except ValidationError as error:
+            wrong = str(error.errors()[0]["loc"][0])
+            raise ConfigError(
+                f"{ENVIRONMENT} must have id:sha256 pairs, separated by commas, but in {_entry(None, index)} "
+                f"{wrong} must be {_FORMS[wrong]}"
+            ) from None
     return keys
 
 
@@ -210,11 +262,11 @@ def main(arguments: list[str] | None = None) -> int:
     new = commands.add_parser("new", help="print a new key, and the lines for the key file")
     new.add_argument("id", help="who gets the key; appears in logs and metrics, never the key itself")
     parsed = parser.parse_args(arguments)
-    key = f"qk_{secrets.token_urlsafe(32)}"
+    key = f"{PREFIX}{secrets.token_urlsafe(32)}"
     try:
         entry = ApiKey(id=parsed.id, sha256=digest_of(key))
     except ValidationError:
-        print("quire: an id has 1 to 64 letters, digits, and . _ -", file=sys.stderr)
+        print(f"quire: an id must be {_FORMS['id']}", file=sys.stderr)
         return 1
     # Apart, so that `> keys.yaml` writes a file that works, and the key to no disk.
     print(

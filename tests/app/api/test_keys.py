@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import yaml
 
 from app.api.keys import ENVIRONMENT, MAX_FILE_BYTES, ApiKey, KeyFile, KeyRing, digest_of, main
 from engine.errors import ConfigError
@@ -102,16 +103,40 @@ def test_without_a_file_there_is_nothing_to_watch() -> None:
     asyncio.run(asyncio.wait_for(KeyFile(None, {}).watch(), 60))
 
 
+def entry(digit: int, **more: object) -> str:
+    """A file with one entry."""
+    return json.dumps({"keys": [{"id": "a", "sha256": f"{digit}" * 64, **more}]})
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("keys: [", "cannot be read"),
         ("\xff", "cannot be read"),
-        ("- a", "the file: Input should be a valid dictionary"),
-        ("keys: 3", "keys: Input should be a valid tuple"),
-        ("keys: [{id: a}]", "keys.0.sha256: Field required"),
-        ("keys: [{id: 'a b', sha256: x}]", "keys.0.id: String should match"),
-        (f"keys: [{{id: a, sha256: '{'0' * 64}', rpm: 3}}]", "keys.0.rpm: Extra inputs are not permitted"),
+        (
+            "- a",
+            "keys.yaml is wrong: it must be a mapping with only keys, a list of entries with",
+        ),
+        ("keys: 3", "it must be a mapping with only keys, a list"),
+        ("key: []", "it must be a mapping with only keys, a list"),
+        ("keys: [a]", "entry 1 must be a mapping with id and sha256"),
+        ("keys: [{id: a}]", "entry 1 (a) has no sha256; it must be 64 hexadecimal digits"),
+        ("keys: [{id: 'a b', sha256: x}]", "entry 1: id must be 1 to 64 letters, digits, and . _ -"),
+        (
+            f"keys: [{{id: a, sha256: '{'A' * 64}'}}]",
+            "entry 1 (a): sha256 must be 64 hexadecimal digits in",
+        ),
+        (
+            f"keys: [{{id: a, sha256: {'1' * 64}}}]",
+            "entry 1 (a): sha256 must be text, in quotes: 64 hexadecimal",
+        ),
+        (entry(0, rpm=3), "entry 1 (a) has rpm, which is not a known field; fields: id, sha256, requests_per"),
+        (entry(0, conc_requests=3), "did you mean concurrent_requests?"),
+        (entry(0, tokens_per_minute=0), "entry 1 (a): tokens_per_minute=0 must be at least 1"),
+        (entry(0, tokens_per_minute="many"), "entry 1 (a): tokens_per_minute must be an integer"),
+        (entry(0, models="m"), "entry 1 (a): models must be a list"),
+        (entry(0, models=[5]), "entry 1 (a): models=5 must be text, in quotes"),
+        (entry(0, admin="perhaps"), "entry 1 (a): admin must be true or false"),
         (f"keys: [{{id: a, sha256: '{'0' * 64}'}}, {{id: a, sha256: '{'1' * 64}'}}]", "the same id, a"),
         (f"keys: [{{id: a, sha256: '{'0' * 64}'}}, {{id: b, sha256: '{'0' * 64}'}}]", "the same sha256"),
         ("[" * 5000, "cannot be read"),
@@ -127,6 +152,55 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, content: str, messa
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         KeyFile(str(path), {})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "keys: [{id: a, sha256: KEY}]",
+        "keys: [{id: KEY, sha256: 1}]",
+        "keys: [{id: a, key: KEY}]",
+        "keys: [{id: a, KEY: 1}]",
+        "keys: [KEY]",
+        "keys: KEY",
+        "KEY",
+        "KEY: 1",
+        "keys: [{id: a, sha256: KEY, requests_per_minute: x}]",
+        "keys: [{id: a, requests_per_minute: KEY}]",
+        "keys:\n  - id: a\n    sha256: 'KEY\n",
+        "keys:\n  - id: a\n   sha256: KEY\n",
+        "keys:\n  - id: a\n    sha256: [KEY\n",
+    ],
+)
+def test_no_error_of_a_wrong_file_shows_a_key(
+    tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = f"qk_{'k' * 43}"
+    path = tmp_path / "keys.yaml"
+    path.write_text(content.replace("KEY", key))
+    with pytest.raises(ConfigError) as caught:
+        KeyFile(str(path), {})
+    assert str(path) in str(caught.value)
+    assert key not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr("app.api.keys._Loader", yaml.SafeLoader)  # its own errors quote the line
+    with pytest.raises(ConfigError) as caught:
+        KeyFile(str(path), {})
+    assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ("a", "but in entry 1 sha256 must be 64 hexadecimal digits"),
+        (f"a:{'0' * 64}, b c:{'1' * 64}", "but in entry 2 id must be 1 to 64 letters"),
+        (f"a:qk_{'k' * 43}", "but in entry 1 sha256 must be"),
+    ],
+)
+def test_wrong_pairs_of_the_environment_are_told_without_a_key(pairs: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        KeyFile(None, {"QUIRE_KEYS": pairs})
+    assert "kkk" not in str(caught.value)
 
 
 def test_files_that_are_missing_or_too_large_are_refused(tmp_path: Path) -> None:
