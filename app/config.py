@@ -8,7 +8,6 @@ file, and ``QUIRE_<OPTION>`` in the environment, which wins. Words are accepted 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import math
 import os
@@ -28,8 +27,9 @@ from app.option_groups import (
     ScalingOptions,
     ServiceOptions,
 )
+from app.wrong_values import must_be
 from engine.config import EngineConfig, EngineOptions
-from engine.errors import ConfigError, shown
+from engine.errors import ConfigError, nearest, shown
 from engine.sizes import parse_bytes
 
 ENV_PREFIX = "QUIRE_"
@@ -181,7 +181,11 @@ class LiveOptions:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What the declaration of an option says. ``optional``: ``"auto"`` is accepted and means ``None``."""
+    """What the declaration of an option says. ``optional``: ``"auto"`` is accepted and means ``None``.
+
+    ``aliases`` has other names of values, in lower case, and the values that they mean. ``form`` describes
+    a text that has to match a pattern.
+    """
 
     name: str
     group: str
@@ -192,6 +196,8 @@ class Option:
     restarts: tuple[Deployment, ...]
     optional: bool
     size: bool
+    aliases: Mapping[str, str]
+    form: str
 
     @property
     def of_one_model(self) -> bool:
@@ -219,6 +225,8 @@ def _declared() -> dict[str, Option]:
                 restarts=_restarts(group, schema),
                 optional=any(choice.get("type") == "null" for choice in schema.get("anyOf", ())),
                 size=schema.get("size", False),
+                aliases=schema.get("aliases", {}),
+                form=schema.get("form", ""),
             )
     return found
 
@@ -398,7 +406,7 @@ _NOT_GIVEN = object()
 
 
 def _read(option: Option, value: Any) -> Any:
-    """Replace ``"auto"``, words for sizes, and several models; pydantic reads all other words."""
+    """Replace ``"auto"``, words for sizes, aliases, and several models; pydantic reads all other words."""
     if isinstance(value, str) and option.optional and value.lower() in ("auto", "none", ""):
         return None
     if option.name == "models" and value is not None:
@@ -412,7 +420,7 @@ def _read(option: Option, value: Any) -> Any:
             return parse_bytes(value)
         except ConfigError as error:
             raise ConfigError(f"{option.name}: {error}") from None
-    return value
+    return option.aliases.get(value.lower(), value)
 
 
 def _unknown(names: list[str], options: Iterable[str]) -> str:
@@ -422,7 +430,7 @@ def _unknown(names: list[str], options: Iterable[str]) -> str:
 def did_you_mean(names: list[str], options: Iterable[str]) -> str:
     """The options nearest to ``names``, which are none; all options if none is near."""
     options = sorted(options)
-    meant = [close for name in names for close in difflib.get_close_matches(name, options, n=1)]
+    meant = [close for name in names if (close := nearest(name, options))]
     if meant:
         return f"did you mean {', '.join(meant)}? docs/options.md has them all"
     return f"options: {', '.join(options)}"
@@ -430,19 +438,7 @@ def did_you_mean(names: list[str], options: Iterable[str]) -> str:
 
 def _explain(error: Mapping[str, Any]) -> str:
     """One of pydantic's errors: option, value, limit."""
-    context = error.get("ctx", {})
-    match error["type"]:
-        case "greater_than_equal":
-            limit = f"must be at least {context['ge']:g}"
-        case "greater_than":
-            limit = f"must be above {context['gt']:g}"
-        case "less_than_equal":
-            limit = f"must be at most {context['le']:g}"
-        case "literal_error":
-            choices = re.findall("'([^']*)'", context["expected"])
-            limit = f"must be one of {', '.join(choices)}"
-        case "value_error":  # of a whole group: names its options itself
-            return str(context["error"])
-        case _:
-            limit = error["msg"]
-    return f"{error['loc'][-1]}={shown(error['input'])}: {limit}"
+    if error["type"] == "value_error":  # of a whole group: names its options itself
+        return str(error["ctx"]["error"])
+    name = error["loc"][-1]
+    return f"{name}={shown(error['input'])}: {must_be(error, OPTIONS[name].form)}"

@@ -40,6 +40,7 @@ def option(
     live: bool = False,
     policy: bool = False,
     restarts: tuple[Deployment, ...] | None = None,
+    form: str = "",
     **limits: Any,
 ) -> Any:
     """The declaration of an option; ``limits`` are those of pydantic's ``Field``.
@@ -48,9 +49,10 @@ def option(
         live: a deployment applies it in ``reconfigure``. A change of ``args`` restarts ingresses all the same.
         policy: only the scaling policy reads it, so it has no effect on a fixed number of replicas.
         restarts: the deployments whose replicas a change restarts; by default those of its group.
+        form: describes, for errors, a text that has to match a ``pattern``.
     """
     restarted = None if restarts is None else list[JsonValue](restarts)
-    extra: JsonDict = {"live": live, "policy": policy, "restarts": [] if live else restarted}
+    extra: JsonDict = {"live": live, "policy": policy, "restarts": [] if live else restarted, "form": form}
     return Field(default=default, description=description, json_schema_extra=extra, **limits)
 
 
@@ -193,6 +195,7 @@ class IngressOptions(Group):
         "ingresses send it traces of requests. `OTEL_EXPORTER_OTLP_HEADERS` in the environment sets headers. "
         "`auto`: no traces",
         pattern=r"^https?://[^/\s]+(/\S*)?$",
+        form="an address that begins with http:// or https://",
     )
     trace_sample: float = option(
         0.01,
@@ -221,12 +224,14 @@ class IngressOptions(Group):
         "different `authorization` or `user` get fair shares",
         live=True,
         pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$",
+        form="the name of a request header, without a colon",
     )
     instance: str | None = option(
         None,
         "Name of this server in `/health` and in the response header `x-quire-instance`, which distinguishes "
         "its answers from another server's. `auto`: random, chosen when the server (on a cluster, Ray) starts",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        form="1 to 64 letters, digits, and . _ -",
     )
     tool_parser: ToolParser = option(
         "auto",

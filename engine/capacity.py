@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import WeightsOption
+from engine.config import DTYPE_ALIASES, WeightsOption
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.dtypes import BYTES
@@ -181,7 +181,13 @@ def main(arguments: list[str] | None = None) -> int:
     memory.add_argument("--device-memory", help="memory of each device, for weights and pool together")
     parser.add_argument("--memory-fraction", type=float, default=0.9, help="share of --device-memory (0.9)")
     parser.add_argument("--tp", type=int, default=1, help="devices that share the model's heads (1)")
-    parser.add_argument("--dtype", choices=list(BYTES), default="bfloat16", help="of weights and KV")
+    parser.add_argument(
+        "--dtype",
+        type=lambda name: DTYPE_ALIASES.get(name.lower(), name),
+        choices=list(BYTES),
+        default="bfloat16",
+        help="of weights and KV",
+    )
     parser.add_argument(
         "--weights", choices=["model", *_CODED_BYTES], default="model", help="quantized matrices, on a CPU"
     )

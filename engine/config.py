@@ -21,14 +21,32 @@ WeightsOption = Literal["auto", "model", "int8", "int4"]
 RecoveryOption = Literal["auto", "swap", "recompute"]
 
 
-def option(default: Any, description: str, *, size: bool = False, **bounds: float) -> Any:
+DTYPE_ALIASES = {
+    "bf16": "bfloat16",
+    "half": "float16",
+    "fp16": "float16",
+    "float": "float32",
+    "fp32": "float32",
+}
+"""Other usual names of data types."""
+
+
+def option(
+    default: Any,
+    description: str,
+    *,
+    size: bool = False,
+    aliases: Mapping[str, str] | None = None,
+    **bounds: float,
+) -> Any:
     """A field with its meaning and its limits.
 
     Args:
         size: whether the value is a number of bytes, which users may write as ``"2GiB"``.
+        aliases: other names of values, in lower case, and the values that they mean.
         bounds: any of ``ge``, ``gt``, and ``le``.
     """
-    extra = {"size": True} if size else {}
+    extra = {**({"size": True} if size else {}), **({"aliases": dict(aliases)} if aliases else {})}
     return field(default=default, metadata={"description": description, "json_schema_extra": extra, **bounds})
 
 
@@ -38,7 +56,9 @@ class EngineOptions:
 
     dtype: Dtype = option(
         "auto",
-        "Data type of weights and KV: `bfloat16`, `float16`, or `float32`. `auto`: the checkpoint's",
+        "Data type of weights and KV: `bfloat16`, `float16`, or `float32`; also `bf16`, `half`, `fp16`, "
+        "`float`, or `fp32`. `auto`: the checkpoint's",
+        aliases=DTYPE_ALIASES,
     )
     weights: WeightsOption = option(
         "auto",
@@ -101,8 +121,9 @@ class EngineOptions:
         hints = get_type_hints(type(self))
         for declared in fields(self):
             value = getattr(self, declared.name)
-            if isinstance(value, str) and declared.metadata.get("json_schema_extra", {}).get("size"):
-                value = parse_bytes(value)
+            extra = declared.metadata.get("json_schema_extra", {})
+            if isinstance(value, str) and ("size" in extra or "aliases" in extra):
+                value = parse_bytes(value) if "size" in extra else extra["aliases"].get(value.lower(), value)
                 object.__setattr__(self, declared.name, value)
             _check(declared.name, value, hints[declared.name], declared.metadata)
         if self.recovery == "swap" and self.swap_space == 0:

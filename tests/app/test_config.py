@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,35 @@ def test_sizes(text: str | int, size: int) -> None:
 @pytest.mark.parametrize("name", sorted(config.OPTIONS))
 def test_auto_is_the_same_as_not_given(name: str) -> None:
     assert config.load({name: "auto"}, {}) == config.load({}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("bf16", "bfloat16"),
+        ("half", "float16"),
+        ("fp16", "float16"),
+        ("Float", "float32"),
+        ("fp32", "float32"),
+        ("bfloat16", "bfloat16"),
+    ],
+)
+def test_other_names_of_data_types_are_the_same_options(name: str, meant: str) -> None:
+    """Also for what decides whether a deploy restarts engines."""
+    assert config.load({"dtype": name}, {}) == config.load({"dtype": meant}, {})
+    assert config.load({}, {"QUIRE_DTYPE": name}).fixed("engine")["dtype"] == meant
+    (model,) = config.served_models(config.load({"models": {"a": {"dtype": name}}}, {}))
+    assert model.options.engine.dtype == meant
+
+
+@pytest.mark.parametrize("name", sorted(config.OPTIONS))
+@pytest.mark.parametrize("value", ["x y", 1.5, "-3", [1], {"a": 1}, True, math.nan, "1e999"])
+def test_no_error_has_the_words_of_a_library(name: str, value: object) -> None:
+    try:
+        said = str(config.load({name: value}, {}))
+    except ConfigError as error:
+        said = str(error)
+    assert not re.search(r"valid|Input|String|to parse|pattern", said)
 
 
 def test_all_wrong_options_are_named_whatever_is_wrong_with_them() -> None:
@@ -168,6 +198,10 @@ def test_environment_wins() -> None:
         ({"engine_replicas": "many"}, ["engine_replicas='many'", "integer"]),
         ({"kv_memory": "2 bananas"}, ["kv_memory", "2 bananas", "GiB"]),
         ({"memory_fraction": 1.5}, ["memory_fraction=1.5", "must be at most 1"]),
+        ({"prefix_caching": "maybe"}, ["prefix_caching='maybe'", "must be true or false"]),
+        ({"startup_s": "soon"}, ["startup_s='soon'", "must be a number"]),
+        ({"served_model_name": 5}, ["served_model_name=5", "must be text, in quotes"]),
+        ({"tracing_endpoint": "collector:4318"}, ["must be an address that begins with http:// or https://"]),
         ({"log_level": "LOUD"}, ["log_level='LOUD'", "must be one of DEBUG, INFO"]),
         ({"max_replicas": 10**9}, ["max_replicas=1000000000", "must be at most 10000"]),
         ({"scale_down_after_s": 600_000}, ["scale_down_after_s=600000", "must be at most 500000"]),

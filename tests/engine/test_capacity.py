@@ -107,7 +107,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_command_with_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny(tmp_path, "Llama")
-    assert main(["--model", str(tmp_path), "--memory", "1MiB", "--dtype", "float32"]) == 0
+    assert main(["--model", str(tmp_path), "--memory", "1MiB", "--dtype", "fp32"]) == 0
     assert "sequence of 128 tokens" in capsys.readouterr().out
 
 

@@ -43,6 +43,22 @@ def test_wrong_options_are_one_line_that_names_them(options: dict[str, Any], wor
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("bf16", "bfloat16"),
+        ("half", "float16"),
+        ("fp16", "float16"),
+        ("float", "float32"),
+        ("FP32", "float32"),
+        ("float16", "float16"),
+        ("auto", "auto"),
+    ],
+)
+def test_data_types_have_their_usual_names(name: str, meant: str) -> None:
+    assert EngineConfig(model="m", dtype=name).dtype == meant  # type: ignore[arg-type]
+
+
 def test_recovery_options_take_their_whole_range() -> None:
     for recovery in ("auto", "recompute"):
         EngineConfig(model="m", recovery=recovery, swap_space=0, priority_aging=0.25)
