@@ -38,7 +38,7 @@ $(READY): pyproject.toml constraints.txt constraints-gpu.txt
 	@# torch comes first, from the index that its constraints name; then everything else needs no second index.
 	@if cat $^ | cmp -s - $(READY); then touch $(READY); exit; fi; \
 	if [ -e $(READY) ]; then echo "Updating $(VENV): what it needs has changed"; \
-	else echo "Setting up $(VENV) with $(CONSTRAINTS): 2.5 GB, a few minutes, once"; $(PYTHON) -m venv $(VENV); fi; \
+	else echo "Setting up $(VENV) with $(CONSTRAINTS): a few minutes, once"; $(PYTHON) -m venv $(VENV); fi; \
 	set -x; \
 	$(PIP) --retries 2 -c $(CONSTRAINTS) torch setuptools; \
 	$(PIP) -c constraints-gpu.txt --no-build-isolation -e '.[dev]'; \
@@ -62,7 +62,7 @@ faults: $(READY)  ## Plant faults in copies of the code; the file's unit tests m
 loadtest: $(READY)  ## Run a minute of traffic with up to 16 users; writes loadtests/reports/loadtest.html, with plots.
 	$(BIN)/python -m loadtests.locust_run $(ARGS)
 
-bench: $(READY)  ## Run every benchmark with its checks, about 46 minutes (some: make bench ARGS="--only kernels memory").
+bench: $(READY)  ## Run every benchmark with its checks; it first says how long that takes (some: make bench ARGS="--only kernels memory").
 	$(BIN)/python -m loadtests.bench $(ARGS)
 
 clients: $(READY)  ## Run third-party clients, each in its own environment, against a server; writes docs/clients.md.

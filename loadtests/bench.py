@@ -1,7 +1,6 @@
-"""``make bench``: every measuring command that needs no GPU, with its checks: 46 minutes on two idle cores.
+"""``make bench``: every measuring command that needs no GPU, with its checks.
 
-Each writes its figures, with machine and commit, to a JSON file of its own under ``--reports``;
-``docs/benchmarks.md`` is updated from those that hold their bars.
+Each writes a JSON file under ``--reports``; those that hold their bars update ``docs/benchmarks.md``.
 """
 
 from __future__ import annotations
@@ -54,6 +53,7 @@ def main() -> None:
     }
     arguments = parse("bench", __doc__, options)
     arguments.reports.mkdir(parents=True, exist_ok=True)
+    print(f"about {sum(COMMANDS[name].minutes for name in arguments.only):g} minutes on two idle cores")
     ended, good, failed = [], [], []
     for name in arguments.only:
         out = arguments.reports / f"{name}.json"

@@ -31,11 +31,14 @@ def test_every_measuring_command_is_run() -> None:
     } == commands - NEED_A_GPU - NOT_MEASURING
 
 
-def test_each_command_leaves_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    commands = {"good": bench.Command("platform", 1), "bad": bench.Command("loadtests.nothing", 1)}
+def test_each_command_leaves_a_file_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = {"good": bench.Command("platform", 1), "bad": bench.Command("loadtests.nothing", 2.5)}
     page = run(monkeypatch, tmp_path, commands, r"^checks failed:\nbad: it ended before it had figures")
     assert not (tmp_path / "bad.json").exists()
     assert "## " not in page
+    assert capsys.readouterr().out.startswith("about 3.5 minutes on two idle cores\n")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, commands: dict[str, bench.Command], error: str) -> str:
