@@ -414,7 +414,7 @@ class LaunchOptions(Group):
     open_access: bool = option(False, "Allow a `host` that other machines can reach even without API keys")
     port: int = option(8000, "Port to listen on", ge=1, le=65535)
     ray_dashboard: bool = option(
-        False, "Start Ray's dashboard, too, which takes several seconds of CPU time and a quarter of a GB"
+        False, "Start Ray's dashboard, too, which slows down the start and takes memory"
     )
     tls_file: str | None = option(
         None,
