@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -28,6 +29,13 @@ PLACE, PREFIX = Path("/tmp"), "quire-"
 OWNER = "owner.lock"
 """A file in the folder, locked for as long as the process lives that made it."""
 
+KEPT = "kept-for-its-logs"
+"""What ``OWNER`` becomes where a failed launch leaves its logs; who has read them may delete the folder."""
+
+_NEW = f"{OWNER}.new"
+_MADE = re.compile(f"{PREFIX}[a-z0-9_]{{8}}")
+"""As ``mkdtemp`` names a folder."""
+
 
 class Instance:
     """Created at launch; ``remove`` releases everything. All files are in ``folder``."""
@@ -41,8 +49,8 @@ class Instance:
         self.name = name or secrets.token_hex(4)
         self.ports = PortBlock()
         remove_orphans()
-        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
-        self._owner: int | None = _own(self.folder)
+        self._owner: int | None
+        self.folder, self._owner = _make_folder()
         self.stats_port = self.ports.take()
         self._secret = secrets.token_hex(32)
         self._controller = self._controller_environment()
@@ -51,6 +59,11 @@ class Instance:
     def ray_folder(self) -> str:
         """Ray's temporary folder, with the list of metrics endpoints."""
         return str(self.folder / "ray")
+
+    @property
+    def has_logs(self) -> bool:
+        """Whether Ray has started far enough to leave logs."""
+        return Path(self.ray_folder).is_dir()
 
     def controller_environment(self) -> dict[str, str]:
         """The environment of Serve's controller, which proxies and replicas inherit."""
@@ -83,10 +96,11 @@ class Instance:
             os.environ[variable] = str(self.ports.take())
 
     def remove(self, keep_files: bool = False) -> None:
-        """Release the ports, and delete the folder; with ``keep_files``, it stays until someone deletes it."""
+        """Release the ports, and delete the folder; with ``keep_files``, one with logs stays, as ``KEPT``."""
         self.ports.release()
-        if keep_files:
-            (self.folder / OWNER).unlink(missing_ok=True)
+        if keep_files and self.has_logs:
+            with contextlib.suppress(FileNotFoundError):
+                (self.folder / OWNER).rename(self.folder / KEPT)
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
         if self._owner is not None:
@@ -132,8 +146,14 @@ def remove_orphans(place: Path = PLACE) -> list[Path]:
             status = folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                 continue
-            lock = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # it has none: it is another program's, or is kept for its logs; or it has just gone
+            lock = _open_lock(folder)
+            if lock is None:
+                # Another program's, or kept for its logs; or, if empty, its server was killed while making it.
+                if _MADE.fullmatch(folder.name):
+                    folder.rmdir()
+                    orphans.append(folder)
+                continue
+        except OSError:  # it is not empty, or it has just gone
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,10 +167,33 @@ def remove_orphans(place: Path = PLACE) -> list[Path]:
     return orphans
 
 
+def _open_lock(folder: Path) -> int | None:
+    for name in (OWNER, _NEW):
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW)
+    return None
+
+
+def _make_folder() -> tuple[Path, int]:
+    """A folder that this process owns, and the descriptor of its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
+        with contextlib.suppress(FileNotFoundError):  # another launch took it for one left behind
+            return folder, _own(folder)
+
+
 def _own(folder: Path) -> int:
-    """Lock the folder's file; no child inherits the lock. Returns its descriptor."""
-    new = folder / f"{OWNER}.new"
+    """Lock the folder's file; no child inherits the lock. Returns its descriptor.
+
+    Raises:
+        FileNotFoundError: the folder has been removed.
+    """
+    new = folder / _NEW
     lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    new.rename(folder / OWNER)  # locked before anybody can find it
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new.rename(folder / OWNER)
+    except OSError:
+        os.close(lock)
+        raise
     return lock

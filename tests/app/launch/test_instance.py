@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.serve._private import constants
 
-from app.launch.instance import OWNER, Instance, remove_orphans
+from app.launch.instance import KEPT, OWNER, Instance, _open_lock, remove_orphans
 
 NODE = "f" * 56
 LONGEST_SOCKET = 97
@@ -113,6 +116,47 @@ def test_a_folder_that_is_kept_stays_for_its_reader(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("app.launch.instance.PLACE", tmp_path)
     failed = Instance()
     assert failed.folder.parent == tmp_path
+    Path(failed.ray_folder).mkdir()
     failed.remove(keep_files=True)
     assert remove_orphans(tmp_path) == []
-    assert failed.folder.exists()
+    assert (failed.folder / KEPT).exists()
+
+
+def test_a_folder_without_logs_does_not_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Launches that fail before Ray starts would leave one each."""
+    monkeypatch.setattr("app.launch.instance.PLACE", tmp_path)
+    failed = Instance()
+    failed.remove(keep_files=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_servers_killed_while_they_made_one_go(tmp_path: Path) -> None:
+    empty, half = tmp_path / "quire-abcd_123", tmp_path / "quire-efgh_456"
+    for folder in (empty, half):
+        folder.mkdir()
+    (half / f"{OWNER}.new").touch()
+    lock = _open_lock(half)
+    assert lock is not None
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert remove_orphans(tmp_path) == [empty], "the other one is about to be complete"
+    os.close(lock)
+    assert remove_orphans(tmp_path) == [half]
+
+
+def test_a_folder_that_another_launch_removes_meanwhile_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("app.launch.instance.PLACE", tmp_path)
+    make, made = tempfile.mkdtemp, []
+
+    def mkdtemp(**where: Any) -> str:
+        made.append(make(**where))
+        if len(made) == 1:
+            assert remove_orphans(tmp_path) == [Path(made[0])]
+        return made[-1]
+
+    monkeypatch.setattr("app.launch.instance.tempfile.mkdtemp", mkdtemp)
+    instance = Instance()
+    assert instance.folder == Path(made[1])
+    assert remove_orphans(tmp_path) == []
+    instance.remove()
