@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from app.channel.engine_calls import EngineCall, EngineCalls
@@ -19,8 +19,10 @@ WITHIN_S = 2.0
 logger = logging.getLogger(__name__)
 
 
-async def ask_block_map(handle: Any, replica: str, by: GroupBy, keys: Sequence[int]) -> BlockMap:
-    """Call ``replica`` through the engine deployment's ``handle``.
+async def ask_block_map(
+    handle: Any, replica: str, by: GroupBy, keys: Sequence[int], count_defect: Callable[[], None]
+) -> BlockMap:
+    """Call ``replica`` through the engine deployment's ``handle``; ``count_defect`` counts defects.
 
     Raises:
         UnavailableError: it does not answer in time, or cannot.
@@ -38,5 +40,6 @@ async def ask_block_map(handle: Any, replica: str, by: GroupBy, keys: Sequence[i
     except Exception as error:  # the page shows the reason; a defect is in the log with its traceback
         if is_defect(error, call):
             logger.exception("the block map of replica %s failed", replica)
+            count_defect()
         why = reason_of(error, WITHIN_S, call)
         raise UnavailableError(f"replica {replica} did not report what its blocks hold: {why}") from error

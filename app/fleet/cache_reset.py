@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Collection
+import logging
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from app.channel.engine_calls import EngineCall, EngineCalls
-from app.channel.failures import reason_of
+from app.channel.failures import is_defect, reason_of
 
 RESET_WITHIN_S = 30.0
 """Timeout of the call; an engine answers between two steps."""
+
+logger = logging.getLogger(__name__)
 
 _running: set[asyncio.Task[int]] = set()
 
@@ -25,8 +28,13 @@ class CacheReset:
     failures: dict[str, str]
 
 
-async def reset_prefix_caches(handle: Any, replicas: Collection[str]) -> CacheReset:
-    """Call each of ``replicas``, at least one, through the engine deployment's ``handle``, all at once."""
+async def reset_prefix_caches(
+    handle: Any, replicas: Collection[str], count_defect: Callable[[], None]
+) -> CacheReset:
+    """Call each of ``replicas``, at least one, through the engine deployment's ``handle``, all at once.
+
+    A call that fails because of a defect is logged, and counted by ``count_defect``.
+    """
 
     calls = {
         replica: EngineCall(EngineCalls.reset_prefix_cache, target=replica) for replica in sorted(replicas)
@@ -54,4 +62,7 @@ async def reset_prefix_caches(handle: Any, replicas: Collection[str]) -> CacheRe
             freed[replica] = task.result()
         else:
             failures[replica] = reason_of(error, RESET_WITHIN_S, calls[replica])
+            if is_defect(error, calls[replica]):
+                logger.error("resetting the prefix cache of replica %s failed", replica, exc_info=error)
+                count_defect()
     return CacheReset(freed, failures)

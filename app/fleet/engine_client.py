@@ -96,6 +96,7 @@ class EngineClient:
         self._foreign: set[str] = set()  # replicas of another tokenizer
         self.engine_figures: dict[str, tuple[float, ...]] = {}
         """The last of each replica with an open channel; see ``app/metrics/samples.py``."""
+        self._defects = 0  # in calls for operators
         self._channel_faults = dict.fromkeys(("lost", "silent", "dead"), 0)
         self._limits = LimitsRecord(unavailable_after_s)
         self._background = background or Background()
@@ -253,7 +254,7 @@ class EngineClient:
         replicas = self._reachable()
         if not replicas:
             raise UnavailableError("no engine replica has an open channel; try again later")
-        return await reset_prefix_caches(self._handle, replicas)
+        return await reset_prefix_caches(self._handle, replicas, self._count_defect)
 
     async def block_map(self, replica: str, by: GroupBy = GroupBy.STATE, keys: Sequence[int] = ()) -> BlockMap:
         """What each KV block of ``replica`` holds; see ``EngineThread.block_map``.
@@ -264,7 +265,10 @@ class EngineClient:
         await self.start()
         if replica not in self._reachable():
             raise UnavailableError(f"no channel to a replica {replica!r} is open")
-        return await ask_block_map(self._handle, replica, by, keys)
+        return await ask_block_map(self._handle, replica, by, keys, self._count_defect)
+
+    def _count_defect(self) -> None:
+        self._defects += 1
 
     def _reachable(self) -> set[str]:
         """Replicas that can be called: routable ones, and those outside of this ingress's subset."""
@@ -314,7 +318,10 @@ class EngineClient:
             **self.status(),
             "cid": self._parts.channels.cid,
             "event_faults": self._parts.channels.relay.faults,
-            "call_faults": self._parts.channels.defects + self._parts.attempts.defects + self._waiter.defects,
+            "call_faults": self._defects
+            + self._parts.channels.defects
+            + self._parts.attempts.defects
+            + self._waiter.defects,
             "channel_faults": dict(self._channel_faults),
             "moved": self._parts.drainer.moved,
             "routed": dict(self._parts.channels.fleet.routed),

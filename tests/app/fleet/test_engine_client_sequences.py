@@ -434,6 +434,25 @@ def test_a_replica_that_fails_is_named_and_the_others_do_it_all_the_same() -> No
     run(test)
 
 
+def test_a_reset_that_fails_because_of_a_defect_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        handle, client = await with_caches(1)
+
+        def reset(**_: object) -> object:
+            raise RayTaskError("reset_prefix_cache", "", KeyError("a defect"))
+
+        handle.reset_prefix_cache.remote = reset
+        outcome = await client.reset_prefix_cache()
+        assert list(outcome.failures) == ["replica-0"]
+        assert client.inspect()["call_faults"] == 1
+        (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert record.getMessage() == "resetting the prefix cache of replica replica-0 failed"
+        assert record.exc_info is not None
+        await client.stop()
+
+    run(test)
+
+
 def test_an_operator_who_leaves_leaves_no_replica_out(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         handle, client = await with_caches(2)
@@ -523,6 +542,7 @@ def test_a_replica_of_an_older_version_says_nothing_of_its_blocks_and_is_no_defe
         handle.reset_prefix_cache.remote = reset
         outcome = await client.reset_prefix_cache()
         assert outcome.failures == {"replica-0": "it runs a different version of Quire than this ingress"}
+        assert client.inspect()["call_faults"] == 0
         handle.block_map.remote = remote
         with pytest.raises(UnavailableError, match="different version of Quire than this ingress"):
             await client.block_map("replica-0")
@@ -531,6 +551,7 @@ def test_a_replica_of_an_older_version_says_nothing_of_its_blocks_and_is_no_defe
         with pytest.raises(UnavailableError, match="a defect"):
             await client.block_map("replica-0")
         assert "the block map of replica replica-0 failed" in caplog.text
+        assert client.inspect()["call_faults"] == 1
         await client.stop()
 
     run(test)
