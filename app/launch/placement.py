@@ -224,19 +224,16 @@ def warn_of_cpus(
     free: Sequence[Resources],
     running: Mapping[str, int],
 ) -> None:
-    """Log why a deploy may wait for CPUs, and what to change; nodes may still join, so it is no error.
+    """Log why a deploy may wait for CPUs or GPUs, and what to change; nodes may still join, so it is no error.
 
     Without ``nodes`` nothing is known. ``free`` is what is free of ``nodes`` now, ``running`` the number of
-    engine replicas by deployment. GPUs have a check of their own.
+    engine replicas by deployment. The number of GPUs that there are has a check of its own.
     """
     if not nodes:
         return
-    gpus = {"GPU": float(MAX_REPLICAS)}
-    enough = [{**node, **gpus} if node.get("GPU", 0) > 0 else node for node in nodes]
     for model in models:
         scaling = model.options.scaling
-        each = actor_options(model, nodes)["num_cpus"]
-        lack = _lack_of_cpus(model, models, enough)
+        lack = _lack_of_cpus(model, models, _with_gpus(nodes, nodes))
         run, room = running.get(model.deployment, 0), _fit(model, nodes, free)
         if scaling.engine_cpus is None and not _usable(model.options, nodes):
             logger.warning(
@@ -245,18 +242,35 @@ def warn_of_cpus(
             )
         elif lack:
             logger.warning("%s, or add nodes: the others start only once there is room", lack)
-        elif 0 < run < scaling.initial_replicas - room:
-            logger.warning(
-                "%d engine replicas%s run, and there is room now for %d more with %g CPUs each, so the deploy "
-                "of %d waits until CPUs are free; if engine_cpus has changed, first deploy it with the number "
-                "of engines that run (engine_replicas=%d), then change the number",
-                run,
-                f" of {model.name}" if model.one_of_several else "",
-                room,
-                each,
-                scaling.initial_replicas,
-                run,
-            )
+        elif run < scaling.initial_replicas - room:
+            short, each = _short_of(model, nodes, free)
+            of = f" of {model.name}" if model.one_of_several else ""
+            if run:
+                hint = (
+                    "; if engine_cpus has changed, first deploy it with the number of engines that run "
+                    f"(engine_replicas={run}), then change the number"
+                )
+                logger.warning(
+                    "%d engine replicas%s run, and there is room now for %d more with %s each, so the deploy "
+                    "of %d waits until %s are free%s",
+                    run,
+                    of,
+                    room,
+                    each,
+                    scaling.initial_replicas,
+                    short,
+                    hint if short == "CPUs" else "",
+                )
+            else:
+                logger.warning(
+                    "there is room now for %d of %d engine replicas%s with %s each, because other deployments "
+                    "or applications hold %s; the others start only once these are free",
+                    room,
+                    scaling.initial_replicas,
+                    of,
+                    each,
+                    short,
+                )
 
 
 def _lack_of_cpus(model: ServedModel, models: Sequence[ServedModel], nodes: Sequence[Resources]) -> str:
@@ -266,16 +280,32 @@ def _lack_of_cpus(model: ServedModel, models: Sequence[ServedModel], nodes: Sequ
     room = _room(model, models, nodes)
     if not each or room >= scaling.upper_limit:
         return ""
-    cure = f"{scaling.limiting_option} or engine_cpus" if scaling.upper_limit > 1 else "engine_cpus"
+    short, amount = _short_of(model, nodes, _left_by_others(model, models, nodes))
+    options = [scaling.limiting_option] * (scaling.upper_limit > 1) + ["engine_cpus"] * (short == "CPUs")
+    cure = f"lower {' or '.join(options)}" if options else "set device to cpu"
     if not model.one_of_several:
         return (
-            f"there are CPUs for {room} of {scaling.upper_limit} engine replicas with {each:g} CPUs each; "
-            f"lower {cure}"
+            f"there are {short} for {room} of {scaling.upper_limit} engine replicas with {amount} each; {cure}"
         )
     return (
-        f"models: {model.name}: after the other models, there are CPUs for {room} of {scaling.upper_limit} "
-        f"engine replicas with {each:g} CPUs each; lower {cure} of some"
+        f"models: {model.name}: after the other models, there are {short} for {room} of {scaling.upper_limit} "
+        f"engine replicas with {amount} each; {cure} of some"
     )
+
+
+def _short_of(model: ServedModel, nodes: Sequence[Resources], free: Sequence[Resources]) -> tuple[str, str]:
+    """What of ``free`` limits the number of a model's engine replicas, and how much of it each one takes."""
+    if _fit(model, nodes, _with_gpus(nodes, free)) > _fit(model, nodes, free):
+        return "GPUs", "1 GPU"
+    return "CPUs", f"{actor_options(model, nodes)['num_cpus']:g} CPUs"
+
+
+def _with_gpus(nodes: Sequence[Resources], free: Sequence[Resources]) -> list[Resources]:
+    """``free``, with more GPUs than anyone needs on nodes that have some."""
+    gpus = {"GPU": float(MAX_REPLICAS)}
+    return [
+        {**left, **gpus} if node.get("GPU", 0) > 0 else left for node, left in zip(nodes, free, strict=True)
+    ]
 
 
 def engine_nodes(options: AppConfig) -> dict[str, str]:
@@ -292,11 +322,18 @@ def _cores(options: AppConfig, nodes: Sequence[Resources]) -> float:
 
 def _room(model: ServedModel, models: Sequence[ServedModel], nodes: Sequence[Resources]) -> int:
     """Replicas of ``model`` that ``nodes`` can hold at once, beside those of the others among ``models``."""
+    return _fit(model, nodes, _left_by_others(model, models, nodes))
+
+
+def _left_by_others(
+    model: ServedModel, models: Sequence[ServedModel], nodes: Sequence[Resources]
+) -> list[dict[str, float]]:
+    """What replicas of the others among ``models`` leave of ``nodes``."""
     free = [dict(node) for node in nodes]
     for other in models:
         if other.name != model.name:
             _place(other, nodes, free, other.options.scaling.upper_limit)
-    return _place(model, nodes, free, MAX_REPLICAS)
+    return free
 
 
 def _fit(model: ServedModel, nodes: Sequence[Resources], free: Sequence[Resources]) -> int:

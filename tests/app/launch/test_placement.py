@@ -246,6 +246,39 @@ def test_what_may_wait_for_processors_is_told(caplog: pytest.LogCaptureFixture) 
     assert "engine_replicas=2" in caplog.text
 
 
+def test_what_is_short_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    held: list[dict[str, float]] = [{"CPU": 16.0}, {"CPU": 16.0, "GPU": 1.0}]
+    nodes = [GPU_NODE, GPU_NODE]
+    placement.warn_of_cpus(served(engine_replicas=2), nodes, held, {"engine": 2})
+    placement.warn_of_cpus(served(engine_replicas=1), nodes, held, {})
+    assert caplog.text == ""
+    placement.warn_of_cpus(served(engine_replicas=2), nodes, held, {})
+    assert (
+        "room now for 1 of 2 engine replicas with 1 GPU each, because other deployments or applications hold "
+        "GPUs; the others start only once these are free"
+    ) in caplog.text
+    caplog.clear()
+    placement.warn_of_cpus(served(engine_replicas=2), nodes, [{"CPU": 16.0}] * 2, {"engine": 1})
+    assert "room now for 0 more with 1 GPU each, so the deploy of 2 waits until GPUs are free" in caplog.text
+    assert "CPU" not in caplog.text
+    caplog.clear()
+    busy: list[dict[str, float]] = [{"CPU": 1.0, "GPU": 1.0}]
+    placement.warn_of_cpus(served(engine_cpus=2), [GPU_NODE], busy, {})
+    assert "room now for 0 of 1 engine replicas with 2 CPUs each, because other" in caplog.text
+    assert "hold CPUs" in caplog.text
+
+
+def test_a_machine_with_too_few_gpus_is_told_so() -> None:
+    with pytest.raises(
+        ConfigError, match=r"there are GPUs for 1 of 3 engine replicas with 1 GPU each; lower max_replicas$"
+    ):
+        placement.check_cpus(served(max_replicas=3), [GPU_NODE])
+    with pytest.raises(
+        ConfigError, match=r"there are CPUs for 0 of 1 .* with 32 CPUs each; lower engine_cpus$"
+    ):
+        placement.check_cpus(served(engine_cpus=32), [GPU_NODE])
+
+
 def test_without_a_cluster_nothing_is_said_of_processors(caplog: pytest.LogCaptureFixture) -> None:
     placement.warn_of_cpus(served(), [], [], {})
     placement.warn_of_cpus(served(engine_replicas=4, engine_cpus=2), [], [], {})
