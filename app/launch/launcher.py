@@ -18,8 +18,8 @@ from app.launch.terminal import ReplicaWatch, Say, announce, shared_cores
 from engine.devices import usable_cores
 from engine.errors import ConfigError
 
-WATCH_EVERY_S = 5.0
-"""Each check takes 15 ms of CPU time in the launcher and Serve's controller together."""
+WATCH_EVERY_S = 10.0
+"""Each check takes 15 to 25 ms of CPU time in the launcher and Serve's controller together."""
 
 
 def serve_here(given: Mapping[str, Any], say: Say = print) -> None:

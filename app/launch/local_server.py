@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from app.config import ENGINE_DEPLOYMENT, ENV_PREFIX, ServedModel
+from app.config import ENGINE_DEPLOYMENT, ENV_PREFIX, RAY_COLLECTS, ServedModel
 from app.launch import serving
 from app.launch.haproxy import TLS
 from app.launch.instance import Instance
@@ -63,7 +63,8 @@ class LocalServer:
     def _environment(self) -> dict[str, str]:
         """Of Serve's controller, and with it of HAProxy and all replicas."""
         tls = {} if self._launch.tls_file is None else {TLS: str(Path(self._launch.tls_file).resolve())}
-        return {**self._instance.controller_environment(), **tls}
+        collects = {} if self._launch.ray_dashboard else {RAY_COLLECTS: "0"}
+        return {**self._instance.controller_environment(), **tls, **collects}
 
     def start(self) -> None:
         """Start Ray and Serve, without the application.
@@ -78,6 +79,8 @@ class LocalServer:
         # The controller shares its cores with the engines, and at Serve's 0.1 s takes 4% of one while idle.
         os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25")
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # of the replicas' log lines
+        # By default twice a second: a third of what Ray's log monitor takes while idle.
+        os.environ.setdefault("LOG_NAME_UPDATE_INTERVAL_S", "2")
         path = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([path] if path else [])])
         import ray

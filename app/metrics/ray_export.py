@@ -8,6 +8,7 @@ each token: one is exported as gauges of its cumulative buckets, sum and count, 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from ray.serve import metrics
 
 from app.autoscaling.fault_counter import FaultCounter
+from app.config import RAY_COLLECTS
 from app.metrics.aliases import ALIASES
 from app.metrics.samples import METRICS, Samples, Value
 from app.metrics.table import TABLE, MetricKind, Source
@@ -45,6 +47,7 @@ class RayExport:
     def __init__(self, source: Source) -> None:
         self.faults = FaultCounter("figures could not be passed on to Ray", logger)
         self._source = source
+        self._collected = os.environ.get(RAY_COLLECTS) != "0"
         self._metrics: dict[str, Any] = {}
         self._last: dict[tuple[str, ...], float] = {}
 
@@ -53,6 +56,8 @@ class RayExport:
 
         About 3 µs a number.
         """
+        if not self._collected:
+            return
         try:
             self._update(model, samples)
         except Exception:  # noqa: BLE001  (Ray raises many kinds; requests go on without its metrics)

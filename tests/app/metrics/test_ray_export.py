@@ -94,6 +94,17 @@ def test_models_count_for_themselves(published: dict[tuple[str, str], float]) ->
     assert published["quire_generated_tokens", ""] == published["quire_generated_tokens", "other"] > 0
 
 
+def test_nothing_is_passed_on_where_ray_has_no_agents(
+    published: dict[tuple[str, str], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_RAY_COLLECTS", "0")
+    RayExport(Source.ENGINE).update("m", engine_samples(STATS, SCALING, 0))
+    assert not published
+    monkeypatch.delenv("QUIRE_RAY_COLLECTS")
+    RayExport(Source.ENGINE).update("m", engine_samples(STATS, SCALING, 0))
+    assert published
+
+
 def test_a_histogram_is_cumulative_and_has_sum_and_count(published: dict[tuple[str, str], float]) -> None:
     figures = RequestFigures()
     for seconds in (0.004, 0.02, 0.04, 500.0):
