@@ -64,20 +64,24 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
         # would wait a minute for the ones that it ended.
         server.start()
         _on_interrupt(stop)
-        started = server.deploy(args, models, stop, say)
+        ready = server.deploy(args, models, stop, say)
         if not stop.is_set():
             announce(
                 server.url,
                 server.proxy(),
                 server.dashboard,
                 options,
-                [(model, fit) for model, fit in zip(models, fits, strict=True) if model in started],
+                [
+                    (model, fit, ready[model.name])
+                    for model, fit in zip(models, fits, strict=True)
+                    if model.name in ready
+                ],
                 keys_required,
                 say,
             )
             say(f"  Ray's logs, until it stops: {instance.ray_folder}")
             say("  stop with Ctrl-C")
-        watch = ReplicaWatch(sum(model.options.scaling.initial_replicas for model in started), say)
+        watch = ReplicaWatch(sum(ready.values()), say)
         while not stop.wait(WATCH_EVERY_S):
             watch.update(server.ready())
             server.attend()
@@ -86,7 +90,8 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
         say("stopping (up to half a minute) ...")
     except Exception:
         failed = True
-        say(f"Ray's logs are in {instance.ray_folder}/session_latest/logs")
+        if instance.has_logs:
+            say(f"Ray's logs are in {instance.ray_folder}/session_latest/logs")
         raise
     finally:
         server.stop()

@@ -129,12 +129,13 @@ class LocalServer:
 
     def deploy(
         self, args: Mapping[str, Any], models: Sequence[ServedModel], stop: threading.Event, say: Say
-    ) -> list[ServedModel]:
+    ) -> dict[str, int]:
         """Deploy, and wait until the engine replicas accept requests or ``stop`` is set.
 
         The application is built here, with ``args``, from which ``models`` were made, and the instance's name;
-        Serve would start a process just to build it. ``say`` reports progress. With several models, those that
-        serve are returned once one does; :meth:`attend` follows the others.
+        Serve would start a process just to build it. ``say`` reports progress. Returns how many engine replicas
+        of each model, by its name, accept requests: some seconds after the first, even if others have yet to.
+        :meth:`attend` follows models that have none.
 
         Raises:
             ConfigError: the application, or every model, cannot start; the message says why.
@@ -164,7 +165,7 @@ class LocalServer:
                 status = str(found.status) if found is not None else ""
                 raise ConfigError(f"the application did not start within {START_TIMEOUT_S:g} s: {status}")
             progress.update(_counted(found, "RUNNING"), time.monotonic())
-        return list(starts.serving)
+        return dict(starts.ready)
 
     def _run(self) -> None:
         """Deploy, or deploy again; waits for nothing."""
@@ -185,7 +186,7 @@ class LocalServer:
         # Of several models one may serve long before the application is complete.
         if self._models[0].one_of_several or status.endswith(("RUNNING", "DEPLOY_FAILED", "UNHEALTHY")):
             health = _of_each(self._health(), self._models)
-        starts.look(application, lambda model: _serves(model, health, application), time.monotonic())
+        starts.look(application, lambda model: _accepting(model, health, application), time.monotonic())
 
     def attend(self) -> None:
         """Follow models that did not serve at the start: announce those that do now, and retry failed ones.
@@ -324,8 +325,18 @@ def _of_each(health: Mapping[str, Any], models: Sequence[ServedModel]) -> dict[s
     return dict(found) if isinstance(found, dict) else dict(zip(names, found, strict=True))
 
 
-def _serves(model: ServedModel, health: Mapping[str, Mapping[str, Any]], application: Any) -> bool:
-    return serves(health.get(model.name, {}), _counted(application, deployment=model.deployment))
+def _accepting(model: ServedModel, health: Mapping[str, Mapping[str, Any]], application: Any) -> int:
+    """How many engine replicas of a model accept requests; of one that is asleep, all that it starts with."""
+    own = health.get(model.name, {})
+    if not serves(own, _counted(application, deployment=model.deployment)):
+        return 0
+    routable: int = own.get("routable", 0)
+    if not routable:
+        return model.options.scaling.initial_replicas
+    if model.options.ingress.replicas_per_ingress is None:
+        return routable
+    # An ingress with a part of the fleet knows nothing of the others.
+    return max(routable, _counted(application, *LOADED, deployment=model.deployment))
 
 
 def _counted(application: Any, *states: str, deployment: str | None = None) -> int:

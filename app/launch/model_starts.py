@@ -12,7 +12,7 @@ from app.serve_status import cannot_start, cause, has_died
 from engine.errors import ConfigError
 
 LATER_S = 5.0
-"""How long the announcement waits for further models once one answers."""
+"""How long the announcement waits for further models and engine replicas once one answers."""
 
 RETRY_S, MAX_RETRY_S = 60.0, 960.0
 """First and longest pause before a model that cannot start is tried again; it doubles with each try."""
@@ -43,6 +43,7 @@ class ModelStarts:
         """``ingress`` is the name of the ingress deployment."""
         self.waiting = list(models)
         self.serving: list[ServedModel] = []
+        self.ready: dict[str, int] = {}  # engine replicas that accept requests, of the models in ``serving``
         self.failed: list[ServedModel] = []
         self._all = list(models)
         self._ingress = ingress
@@ -52,8 +53,8 @@ class ModelStarts:
         self._first = 0.0  # when a model was first seen to answer
         self._announced = False
 
-    def look(self, application: Any, serves: Callable[[ServedModel], bool], now: float) -> None:
-        """Take in the ``application``'s status in Serve, and which models answer.
+    def look(self, application: Any, ready: Callable[[ServedModel], int], now: float) -> None:
+        """Take in the ``application``'s status in Serve, and how many engine replicas of a model are ready.
 
         Raises:
             ConfigError: none answers, and the ingress, or every model, cannot start; the message says why.
@@ -76,16 +77,21 @@ class ModelStarts:
         for model in waiting:
             if model.deployment in dead - self._died:
                 self._say(f"warning: an engine replica of {model.name} has died; Serve starts another")
-            if serves(model):
+            if ready(model):
                 self._begin(model, now)
+        self.ready = {model.name: ready(model) for model in self.serving}
         self._died |= dead
 
     def complete(self, now: float) -> bool:
         """Whether to announce those that serve: once all do that can, or ``LATER_S`` after the first.
 
-        Once this is true, each model that serves later is announced by itself.
+        A model does once all engine replicas that it starts with accept requests. Once this is true, each model
+        that serves later is announced by itself.
         """
-        if not self.serving or (self.waiting and now - self._first < LATER_S):
+        later = self.waiting or any(
+            self.ready[model.name] < model.options.scaling.initial_replicas for model in self.serving
+        )
+        if not self.serving or (later and now - self._first < LATER_S):
             return False
         self._announced = True
         return True

@@ -49,10 +49,13 @@ class ReplicaWatch:
             self._ready = ready
 
 
-def replicas_line(options: ScalingOptions) -> str:
-    """How many engine replicas there are, how many there may be, and what decides."""
+def replicas_line(options: ScalingOptions, ready: int) -> str:
+    """How many engine replicas there are, how many are ready, how many there may be, and what decides."""
+    first = str(options.initial_replicas)
+    if ready < options.initial_replicas:
+        first += f" ({ready} ready so far)"
     if not options.scales:
-        return str(options.engine_replicas)
+        return first
     if options.scaling_policy == "occupancy":
         target = f"{options.occupancy_target:.0%} of the KV blocks in use"
     else:
@@ -61,7 +64,7 @@ def replicas_line(options: ScalingOptions) -> str:
     down = "twice the startup time" if window is None else f"{window:g} s"
     shadow = "; shadow mode: reported only" if options.scaling_shadow else ""
     return (
-        f"{options.initial_replicas}, {options.lower_limit} to {options.upper_limit} with demand "
+        f"{first}, {options.lower_limit} to {options.upper_limit} with demand "
         f"({target}; down after {down} of lower need{shadow})"
     )
 
@@ -86,34 +89,38 @@ def announce(
     proxy: str,
     dashboard: str,
     options: AppConfig,
-    served: Sequence[tuple[ServedModel, Fit]],
+    served: Sequence[tuple[ServedModel, Fit, int]],
     keys_required: bool,
     say: Say,
 ) -> None:
-    """Print where the server answers, what it serves, and how to try it; ``served`` are the started models.
+    """Print where the server answers, what it serves, and how to try it.
 
+    ``served`` are the started models, with what an engine replica holds and how many of them accept requests.
     ``dashboard`` is the address of Ray's; empty without one.
     """
     from app.launch import placement  # here, so that the launcher refuses a wrong option before Ray is loaded
 
     nodes = placement.cluster_nodes()
-    first, fit = served[0]
+    first, fit, ready = served[0]
     name = first.name
-    say(f"Quire serves {', '.join(model.name for model, _ in served)} at {url}/v1 through {proxy}")
+    say(f"Quire serves {', '.join(model.name for model, *_ in served)} at {url}/v1 through {proxy}")
     ingresses = options.ingress.ingress_replicas
     if first.one_of_several:
-        for model, fit in served:
+        for model, fit, ready in served:
             threads = placement.threads_of_an_engine(model, nodes)
             share = f"{threads} CPU threads" if threads > 1 else "1 CPU thread"
-            say(f"  {model.name}: engine replicas {replicas_line(model.options.scaling)}, each with {share}")
+            line = replicas_line(model.options.scaling, ready)
+            say(f"  {model.name}: engine replicas {line}, each with {share}")
             for line in fit_lines(fit):
                 say(f"  {line}")
         say(f"  ingress replicas {ingresses}")
     else:
-        say(f"  engine replicas {replicas_line(options.scaling)}, ingress replicas {ingresses}")
+        say(f"  engine replicas {replicas_line(options.scaling, ready)}, ingress replicas {ingresses}")
         for line in fit_lines(fit):
             say(line)
     say(f"  in a browser: {url}/ to chat, {url}/dashboard for the fleet, {url}/docs for the API")
+    if keys_required:
+        say("  where the browser asks for a user name and a password: any name, and an API key as the password")
     if dashboard:
         say(f"  Ray's dashboard http://{dashboard}")
     key = " -H 'authorization: Bearer KEY'" if keys_required else ""

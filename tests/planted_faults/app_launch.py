@@ -174,8 +174,8 @@ LAUNCH: list[Fault] = [
     ),
     Fault(
         "app/launch/model_starts.py",
-        "(self.waiting and now - self._first < LATER_S)",
-        "self.waiting",
+        "(later and now - self._first < LATER_S)",
+        "later",
         _STARTS,
         "a model that takes long to start keeps the launcher from saying that others serve",
     ),

@@ -172,7 +172,14 @@ def test_memory_for_as_many_replicas_as_may_be(tmp_path: Path) -> None:
     ],
 )
 def test_how_many_replicas_is_told(args: dict[str, Any], line: str) -> None:
-    assert terminal.replicas_line(config.load(args, {}).scaling) == line
+    assert terminal.replicas_line(config.load(args, {}).scaling, 3) == line
+
+
+def test_replicas_that_are_not_ready_are_told_as_such() -> None:
+    two = config.load({"engine_replicas": 2}, {}).scaling
+    assert terminal.replicas_line(two, 1) == "2 (1 ready so far)"
+    scaled = config.load({"engine_replicas": 2, "max_replicas": 4}, {}).scaling
+    assert terminal.replicas_line(scaled, 1).startswith("2 (1 ready so far), 1 to 4 with demand")
 
 
 def test_more_replicas_than_cores_are_warned_of() -> None:
@@ -354,7 +361,7 @@ def test_what_is_announced_can_be_followed(keys_required: bool) -> None:
         "HAProxy",
         "127.0.0.1:8266",
         options,
-        [(*config.served_models(options), fit)],
+        [(*config.served_models(options), fit, 1)],
         keys_required,
         said.append,
     )
@@ -365,6 +372,7 @@ def test_what_is_announced_can_be_followed(keys_required: bool) -> None:
     assert "limited to the 1,600 tokens of the KV pool" in text
     words = shlex.split(said[-1].partition("try: ")[2])
     assert ("authorization: Bearer KEY" in words) == keys_required
+    assert ("any name, and an API key as the password" in text) == keys_required
     body = json.loads(words[words.index("-d") + 1])
     assert body["model"] == options.service.model_name
     assert [message["role"] for message in body["messages"]] == ["system", "user"]
@@ -397,7 +405,7 @@ def test_the_share_of_each_model_is_announced(tmp_path: Path) -> None:
     said: list[str] = []
     fits = [preflight.Fit("bfloat16", PoolSize(100, 16, 1), 16), preflight.Fit("float32", None, 16)]
     options = config.load({"models": TWO, "threads": 2}, {})
-    served = list(zip(config.served_models(options), fits, strict=True))
+    served = [(*pair, 1) for pair in zip(config.served_models(options), fits, strict=True)]
     terminal.announce("http://here", "HAProxy", "", options, served, False, said.append)
     assert said[0] == "Quire serves a, b at http://here/v1 through HAProxy"
     assert "a: engine replicas 1, each with 2 CPU threads" in said[1]
@@ -415,10 +423,28 @@ def test_each_model_must_accept_requests(of_b: str, serving_b: bool) -> None:
     with_keys = list(each.values())  # the launcher has no key, so it gets no names
     for models in (each, with_keys):
         health = local_server._of_each({"routable": 1, "models": models}, (a, b))
-        assert local_server._serves(a, health, application)
-        assert local_server._serves(b, health, application) is serving_b
-    assert not local_server._serves(b, local_server._of_each({}, (a, b)), application)
+        assert local_server._accepting(a, health, application) == 1
+        assert local_server._accepting(b, health, application) == serving_b
+    assert local_server._accepting(b, local_server._of_each({}, (a, b)), application) == 0
     assert local_server._counted(application) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "health", "accepting"),
+    [
+        ({"engine_replicas": 3}, {"routable": 2}, 2),
+        ({"engine_replicas": 3, "replicas_per_ingress": 1}, {"routable": 1}, 3),
+        ({"engine_replicas": 2, "max_replicas": 3}, {"routable": 1}, 1),
+        ({"engine_replicas": 3}, {"routable": 0}, 0),
+    ],
+)
+def test_replicas_that_accept_requests_are_counted(
+    args: dict[str, Any], health: dict[str, Any], accepting: int
+) -> None:
+    (model,) = config.served_models(config.load(args, {}))
+    engine = SimpleNamespace(replica_states={ReplicaState.RUNNING: 3})
+    application = SimpleNamespace(deployments={"engine": engine, "ingress": engine})
+    assert local_server._accepting(model, {model.name: health}, application) == accepting
 
 
 TRIGGERS = {"DEPLOY_FAILED": "REPLICA_STARTUP_FAILED", "DIED": "HEALTH_CHECK_FAILED"}
@@ -473,7 +499,7 @@ def deploy_two(monkeypatch: pytest.MonkeyPatch, instance: Instance, *course: Sim
     started = server.deploy(
         {}, models, cast(threading.Event, SimpleNamespace(wait=lambda _: False)), said.append
     )
-    assert [model.name for model in started] == ["a"]
+    assert started == {"a": 1}
     return said
 
 

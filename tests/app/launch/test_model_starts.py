@@ -15,8 +15,8 @@ from engine.errors import ConfigError
 class Start:
     """A start of the models a and b, of which ``serving`` answer and ``failed`` have been given up by Serve."""
 
-    def __init__(self) -> None:
-        self.models = config.served_models(config.load({"models": {"a": {}, "b": {}}}, {}))
+    def __init__(self, **of_a: object) -> None:
+        self.models = config.served_models(config.load({"models": {"a": of_a, "b": {}}}, {}))
         self.said: list[str] = []
         self.starts = ModelStarts(self.models, "ingress", self.said.append)
         self.now = 0.0
@@ -33,7 +33,7 @@ class Start:
         }
         status = "DEPLOY_FAILED" if failed else "DEPLOYING"
         application = SimpleNamespace(status=status, deployments=deployments, message="")
-        self.starts.look(application, lambda model: model.name in serving, self.now)
+        self.starts.look(application, lambda model: serving.count(model.name), self.now)
 
 
 def names(models: object) -> list[str]:
@@ -53,6 +53,20 @@ def test_what_serves_is_announced_without_what_takes_long() -> None:
     start.look(serving="ab", after=60.0)
     assert start.said == ["b is now served, too"]
     assert names(start.starts.serving) == ["a", "b"]
+
+
+def test_what_is_announced_waits_for_all_replicas_but_not_for_long() -> None:
+    start = Start(engine_replicas=2)
+    start.look(serving="ab")
+    assert not start.starts.complete(start.now), "a has one more"
+    start.look(serving="aab", after=1.0)
+    assert start.starts.complete(start.now)
+    assert start.starts.ready == {"a": 2, "b": 1}
+    start = Start(engine_replicas=2)
+    start.look(serving="ab")
+    start.look(serving="ab", after=LATER_S)
+    assert start.starts.complete(start.now)
+    assert start.starts.ready == {"a": 1, "b": 1}
 
 
 def test_all_that_can_serve_are_announced_at_once() -> None:
