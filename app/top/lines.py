@@ -204,3 +204,26 @@ def replica_lines(replica: Mapping[str, Any]) -> list[str]:
         "Leases lost": number(replica["lost_leases"]),
     }
     return [f"{name:<21}{text}" for name, text in figures.items()]
+
+
+def prefix_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Shared prefixes, where their prompts went and why; the words, if they may be seen, are below each."""
+    found = [f"{'Prefix':<17}{'Blocks':>6}{'Req/s':>7}{'Cached':>8}  Replicas, with requests and reasons"]
+    for row in rows:
+        if not row["requests"] and len(rows) > 1:
+            continue
+        name = row["prefix"] or ("all others" if len(rows) > 1 else "no common prefix")
+        blocks = number(row["blocks"]) if row["blocks"] else "–"
+        to = [
+            f"{short_name(one['replica'])} {number(one['requests'])} ({counted(one['reasons'], '–')})"
+            for one in row["to"]
+        ]
+        to += [f"{row['more']} more"] if row["more"] else []
+        found.append(
+            f"{name:<17}{blocks:>6}{number(round(row['per_s'], 1)):>7}{percent(row['cached']):>8}  "
+            f"{'; '.join(to) or '–'}"
+        )
+        if row["words"]:
+            # Whatever a client sent: what is not printable could command the terminal.
+            found.append(f"  {''.join(sign if sign.isprintable() else ' ' for sign in row['words'])}…")
+    return found

@@ -66,6 +66,7 @@ class Top(App[None]):
         Binding("q", "quit", "Quit"),
         Binding("s", "sort", "Sort"),
         Binding("enter", "open", "Open replica", priority=True),
+        Binding("p", "prefixes", "Shared prefixes"),
         Binding("m", "model", "Next model"),
     ]
 
@@ -137,7 +138,7 @@ class Top(App[None]):
         summary.update("" if shown is None else "\n".join(self._summary(shown)))
         below.update("" if shown is None else Text("\n").join([*map(Text, lines.below(shown)), lines.legend()]))
         self._draw_table(base.query_one(DataTable), [] if shown is None else shown["replicas"])
-        if isinstance(self.screen, ReplicaScreen):
+        if isinstance(self.screen, ReplicaScreen | PrefixScreen):
             self.screen.redraw()
 
     def _status(self, shown: Mapping[str, Any] | None) -> str:
@@ -185,8 +186,9 @@ class Top(App[None]):
     # ---- keys
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
-        """What is about the table is not there while a replica is open."""
-        return action not in ("sort", "model", "open") or not isinstance(self.screen, ReplicaScreen)
+        """What is about the table is not there while something is open over it."""
+        opened = isinstance(self.screen, ReplicaScreen | PrefixScreen)
+        return action not in ("sort", "model", "open", "prefixes") or not opened
 
     def action_sort(self) -> None:
         """Order the replicas by the next figure."""
@@ -205,6 +207,11 @@ class Top(App[None]):
         replica = self._selected(self.screen_stack[0].query_one(DataTable))
         if replica is not None:
             self.push_screen(ReplicaScreen(self.model, replica))
+
+    def action_prefixes(self) -> None:
+        """Look at the shared prefixes of the model."""
+        if self.model:
+            self.push_screen(PrefixScreen(self.model))
 
 
 def _of_model(name: str, shown: Mapping[str, Any]) -> str:
@@ -264,4 +271,51 @@ class ReplicaScreen(Screen[None]):
             else Text("\n") + lines.block_map_text(found)
         )
         for each in self.query("#map").results(Static):  # it may have been closed meanwhile
+            each.update(text)
+
+
+class PrefixScreen(Screen[None]):
+    """Which prompts of a model begin alike, where they went, and why."""
+
+    app: Top
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,backspace", "app.pop_screen", "Back"),
+        Binding("q", "app.quit", "Quit"),
+    ]
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self.model = model
+        self._asking = False
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll():
+            yield Static(id="heading", markup=False)
+            yield Static(id="prefixes", markup=False)
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Ask for them again; while the server does not answer, what it said last stays, called old."""
+        if not self.query("#heading"):
+            return
+        text = [f"Shared prefixes of {self.model}, in the last minute", ""]
+        if self.app.trouble:
+            text.insert(1, f"{self.app.trouble} (the figures below are old)")
+        self.query_one("#heading", Static).update("\n".join(text))
+        if not self._asking and not self.app.trouble:
+            self._asking = True
+            self.run_worker(self._ask(), name="prefixes")
+
+    async def _ask(self) -> None:
+        try:
+            found = await self.app.server.prefixes(self.model)
+        finally:
+            self._asking = False
+        text = (
+            f"They cannot be seen: {found}" if isinstance(found, str) else "\n".join(lines.prefix_lines(found))
+        )
+        for each in self.query("#prefixes").results(Static):  # it may have been closed meanwhile
             each.update(text)

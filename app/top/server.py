@@ -84,11 +84,18 @@ class Server:
 
     async def blocks(self, model: str, replica: str) -> dict[str, Any] | str:
         """The block map of one replica; or why there is none."""
+        return await self._ask("blocks", model=model, replica=replica)
+
+    async def prefixes(self, model: str) -> list[dict[str, Any]] | str:
+        """The shared prefixes of a model's prompts; or why there are none."""
+        found = await self._ask("prefixes", model=model)
+        return found if isinstance(found, str) else list(found.get("prefixes", ()))
+
+    async def _ask(self, part: str, **parameters: str) -> dict[str, Any] | str:
+        """A part of the live page; or why there is none."""
         try:
             async with self._client() as http:
-                answer = await http.get(
-                    f"{self.url}/dashboard/blocks", params={"model": model, "replica": replica}
-                )
+                answer = await http.get(f"{self.url}/dashboard/{part}", params=parameters)
             if answer.status_code == 200:
                 found: dict[str, Any] = answer.json()
                 return found

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.top.lines import BLOCKS, bar, block_map_text, number, seconds, short, spark
+from app.top.lines import BLOCKS, bar, block_map_text, number, prefix_lines, seconds, short, spark
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=4, max_size=4), st.integers(4, 100))
@@ -51,3 +51,22 @@ def test_a_map_has_a_sign_for_each_block() -> None:
     assert block_map_text({"each": 1, "device": "0123", "host": "01"}).plain == (
         "·░▓█\n\nOn the host (▒ swapped):\n·▒\n\nEach sign is a block, by position."
     )
+
+
+def test_prefixes_have_their_figures_words_and_replicas() -> None:
+    to = [{"replica": "q#engine#aaaa", "requests": 9, "reasons": {"wait": 2, "prefix": 7}}]
+    first = {
+        **{"prefix": "0123456789abcdef", "blocks": 4, "words": "You\x1b[2J are\na helpful", "requests": 9},
+        **{"per_s": 0.15, "cached": 0.91, "to": to, "more": 3},
+    }
+    rest = {
+        **{"prefix": None, "blocks": 0, "words": None, "requests": 1, "per_s": 0.0, "cached": None},
+        **{"to": [], "more": 0},
+    }
+    assert prefix_lines([first, rest])[1:] == [
+        "0123456789abcdef      4    0.1     91%  aaaa 9 (prefix 7, wait 2); 3 more",
+        "  You [2J are a helpful…",
+        "all others            –      0       –  –",
+    ]
+    assert prefix_lines([first, {**rest, "requests": 0}])[3:] == []
+    assert prefix_lines([rest])[1].startswith("no common prefix ")

@@ -60,6 +60,11 @@ def test_it_shows_a_real_fleet_and_opens_a_replica(fleet: LocalServer, http: htt
             await until(pilot, "Each sign is a block, by position.")
             await pilot.press("escape")
             await until(pilot, "live, 1 ingress")
+            await pilot.press("p")
+            screen = await until(pilot, "no common prefix")
+            assert "Shared prefixes of" in screen
+            await pilot.press("escape")
+            await until(pilot, "live, 1 ingress")
             await pilot.press("q")
         assert top.return_code == 0
 
