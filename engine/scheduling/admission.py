@@ -8,7 +8,7 @@ from engine.kv.prefix_node import PrefixNode
 from engine.scheduling.fair_queue import Account
 from engine.scheduling.preemption import FreedBlocks, grow, preempt
 from engine.scheduling.prefill import begin_prefills
-from engine.scheduling.sequence import Order, Sequence, SequenceState
+from engine.scheduling.sequence import RUNS, Order, Sequence, SequenceState
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepPlan
 from engine.scheduling.swapping import swap_in
@@ -26,6 +26,10 @@ def admit_waiting(state: SchedulerState, plan: StepPlan, before: Order | None = 
     slots or blocks: those that no newcomer can overtake, and all of them, including those passed over.
     Sequences that lack only tokens do not count. With ``before``, only sequences that come before this place in
     the order start.
+
+    A request for several sequences starts with the slots that are free, at least one. Those of its sequences
+    that find none when they are forked wait for theirs: if it needed all slots at once, small requests could
+    pass it by for as long as they come.
     """
     waiting, shares = state.waiting, state.shares
     position = misses = deferred = without_tokens = 0
@@ -75,9 +79,9 @@ def admit_waiting(state: SchedulerState, plan: StepPlan, before: Order | None = 
                 allowed = shares.allowed(sequence, _prefill_tokens(state, sequence))
                 account = sequence.ticket.account
                 left = state.max_num_seqs - state.num_seqs - len(behind - {account})
-                tokens = allowed > 0 and (left >= sequence.num_seqs or not state.running)
+                tokens = allowed > 0 and (left > 0 or not state.running)
                 if tokens:
-                    _start(state, position, plan, allowed)
+                    _start(state, position, plan, allowed, left)
                     room.started(sequence)
                     hits.clear()
                     for other in passed:
@@ -116,7 +120,7 @@ class _Room:
         if not state.running:
             return True
         left = state.pool.num_available - needed - self.withheld
-        if state.num_seqs + sequence.num_seqs > state.max_num_seqs or left < 0:
+        if left < 0:
             return False
         if not self._plan.chunks:  # all running sequences are held beams
             return True
@@ -150,31 +154,29 @@ def preempt_for_first(state: SchedulerState, plan: StepPlan) -> None:
         return
     lost: dict[Account, float] = {}  # work of the victims
     behind = running[len(running_before(state, first)) :]
-    if not any(_outranks(first, victim, lost) for victim in behind):
+    if not any(_outranks(first, victim, lost, 1) for victim in behind):
         return
-    needed = blocks_needed(state, first)
+    # Without the forks, each of which needs a slot and a block.
+    needed = blocks_needed(state, first) - _slots(state, first) + 1
     freed = FreedBlocks(pool, state.index.blocks(first.node))
     reserved = state.reserve.blocks(running_before(state, first))
-    num_seqs = state.num_seqs
+    slots = state.max_num_seqs - state.num_seqs
     victims: list[int] = []  # positions, the last one first
 
-    def fits() -> bool:
-        return (
-            num_seqs + first.num_seqs <= state.max_num_seqs
-            and needed + reserved <= pool.num_available + freed.count
-        )
+    def fits(num_seqs: int) -> bool:
+        return slots >= num_seqs and needed + num_seqs - 1 + reserved <= pool.num_available + freed.count
 
     for position in range(len(running) - 1, -1, -1):
         victim = running[position]
-        if fits() or victim.order < first.order:
+        if fits(first.num_seqs) or victim.order < first.order:
             break
-        if _outranks(first, victim, lost):
+        if _outranks(first, victim, lost, slots + victim.num_seqs):
             freed.add(victim.block_table)
-            num_seqs -= victim.num_seqs
+            slots += victim.num_seqs
             account = victim.ticket.account
             lost[account] = lost.get(account, 0.0) + victim.work
             victims.append(position)
-    if fits() or len(victims) == len(running):  # alone it runs in any case
+    if fits(min(max(slots, 1), first.num_seqs)) or len(victims) == len(running):  # alone it runs in any case
         for position in victims:
             preempt(state, position, plan)
 
@@ -184,26 +186,32 @@ def first_that_fits(state: SchedulerState) -> Sequence | None:
     first = _first_startable(state)
     if first is None or not state.running or state.running[-1].order < first.order:
         return None
-    if state.num_seqs + first.num_seqs > state.max_num_seqs:
+    if state.num_seqs >= state.max_num_seqs:
         return None
     needed = blocks_needed(state, first) + state.reserve.blocks(running_before(state, first))
     return first if needed <= state.pool.num_available else None
 
 
 def preempt_held_beams(state: SchedulerState, plan: StepPlan) -> None:
-    """No running sequence can run: all are beams held until a waiting one of their group has run, so let it in.
+    """Let the first waiting sequence in if held beams keep it out.
 
-    It may lack blocks, or a sequence slot: a search may have more beams than ``max_num_seqs``.
+    Waiting beams take the slots of held ones of their group, which wait for them: a search may have more beams
+    than there are slots. If nothing runs but held beams, those of any group give way, for want of blocks, too.
     """
     running = state.running
     first = _first_startable(state)
-    while (
-        running
-        and first is not None
-        and (
-            state.num_seqs + first.num_seqs > state.max_num_seqs
-            or blocks_needed(state, first) > state.pool.num_available
-        )
+    if first is None:
+        return
+    group = first.group
+    if group is not None and group.search is not None and state.num_seqs >= state.max_num_seqs:
+        startable = sum(each.state not in RUNS and _may_start(each) for each in group.sequences.values())
+        held = [place for place, each in enumerate(running) if each.group is group and not _may_start(each)]
+        for place in held[::-1][: max(min(startable, plan.budget_left), 0)]:
+            preempt(state, place, plan)
+    if plan.chunks or state.shares.held_back:
+        return
+    while running and (
+        state.num_seqs >= state.max_num_seqs or blocks_needed(state, first) > state.pool.num_available
     ):
         preempt(state, len(running) - 1, plan)
 
@@ -278,9 +286,12 @@ def is_next_block_scheduled(state: SchedulerState, sequence: Sequence, plan: Ste
     )
 
 
-def _start(state: SchedulerState, position: int, plan: StepPlan, tokens: int) -> None:
-    """Run a waiting sequence that fits: reuse its prefix or swap it in, then add its first ``tokens``."""
-    sequence = state.start(position)
+def _start(state: SchedulerState, position: int, plan: StepPlan, tokens: int, slots: int) -> None:
+    """Run a waiting sequence that fits: reuse its prefix or swap it in, then add its first ``tokens``.
+
+    It gets up to ``slots`` sequence slots, and one in any case.
+    """
+    sequence = state.start(position, slots)
     found = state.block_tables.reuse_prefix(sequence)
     if sequence.state is SequenceState.SWAPPING_IN:
         swap_in(state, sequence, plan)
@@ -305,13 +316,18 @@ def _prefill_tokens(state: SchedulerState, sequence: Sequence) -> int:
 
 
 def _blocks_in_all(state: SchedulerState, sequence: Sequence) -> int:
-    """Blocks for all tokens and one more, and one for each sequence that will be forked from it."""
+    """Blocks for all tokens and one more, and one for each sequence that will be forked from it at once."""
     pool, window = state.pool, state.index.window
     blocks = pool.blocks_for(len(sequence.token_ids) + 1)
     if window is not None:
         # Blocks outside the window are released as the prompt is computed.
         blocks = min(blocks, pool.blocks_for(window + state.token_budget) + 2)
-    return blocks + sequence.num_seqs - 1
+    return blocks + _slots(state, sequence) - 1
+
+
+def _slots(state: SchedulerState, sequence: Sequence) -> int:
+    """Sequence slots that a waiting sequence would start with now."""
+    return min(sequence.num_seqs, max(state.max_num_seqs - state.num_seqs, 1))
 
 
 def running_before(state: SchedulerState, sequence: Sequence) -> list[Sequence]:
@@ -329,18 +345,20 @@ def _may_start(sequence: Sequence) -> bool:
     return sequence.candidates is None and sequence.state is not SequenceState.SWAPPING_OUT
 
 
-def _outranks(waiting: Sequence, running: Sequence, lost: dict[Account, float]) -> bool:
+def _outranks(waiting: Sequence, running: Sequence, lost: dict[Account, float], slots: int) -> bool:
     """Whether a waiting sequence may take the place of one that runs and comes after it.
 
     Either its priority is better, or another client, after what that one has ``lost``, would still have more in
     service than its own; as much, if its own has nothing. So clients never take places from each other in turn.
+    Of a request for several sequences, as many count as there would be ``slots``.
     """
     if waiting.priority < running.priority:
         return True
     account, other = waiting.ticket.account, running.ticket.account
     if account is other or account.level is not other.level:
         return False
-    own = account.in_service + waiting.work
+    width = waiting.params.width if waiting.num_seqs > 1 else 1
+    own = account.in_service + waiting.work * min(slots / width, 1.0)
     others = other.in_service - lost.get(other, 0.0) - running.work
     return own < others or (own == others and not account.in_service)
 

@@ -70,8 +70,7 @@ class Intake:
             if request.outputs:
                 group.forked = True
                 group.next_number = len(request.outputs)
-            else:
-                sequences[0].num_seqs = min(params.width, self._state.max_num_seqs)
+            sequences[0].num_seqs = self._state.slots_wanted(sequences[0])
         for sequence in sequences:
             self._state.queue(sequence)
 

@@ -160,8 +160,7 @@ class Scheduler:
         else:
             state.num_blocked = state.num_lacking = 0
             if state.waiting:
-                if not plan.chunks and not state.shares.held_back:
-                    preempt_held_beams(state, plan)
+                preempt_held_beams(state, plan)
                 state.num_blocked, state.num_lacking = admit_waiting(state, plan)
             if state.shares.limited:
                 _share_rest(state, plan)

@@ -97,10 +97,14 @@ class SchedulerState:
                     sequence.order = order_of(ticket, number)
         self.waiting.sort(key=_order)
 
-    def start(self, position: int) -> Sequence:
-        """Let the waiting sequence at ``position`` run; it has no blocks yet."""
+    def start(self, position: int, slots: int = 1) -> Sequence:
+        """Let the waiting sequence at ``position`` run; it has no blocks yet.
+
+        It counts for as many sequences as will be forked from it, but for at most ``slots``, and at least one.
+        """
         sequence = self.waiting.pop(position)
         self._count_waiting(sequence, -1)
+        sequence.num_seqs = min(sequence.num_seqs, max(slots, 1))
         swapped = sequence.state is SequenceState.SWAPPED
         sequence.state = SequenceState.SWAPPING_IN if swapped else SequenceState.RUNNING
         sequence.overtakes = 0
@@ -130,6 +134,7 @@ class SchedulerState:
         """Stop a running sequence, which keeps its place in the order; the caller sets what it waits for."""
         sequence = self.running.pop(position)
         self._stop(sequence)
+        sequence.num_seqs = self.slots_wanted(sequence)
         self.num_preemptions += 1
         sequence.num_preemptions += 1
         return sequence
@@ -237,6 +242,11 @@ class SchedulerState:
             starts.append(sequences[place].order[1] if found else math.inf)
         return starts[0], starts[1]
 
+    def slots_wanted(self, sequence: Sequence) -> int:
+        """What a waiting sequence counts for: itself, and its forks to come if its group has none yet."""
+        group = sequence.group
+        return 1 if group is None or group.forked else min(sequence.params.width, self.max_num_seqs)
+
     def count_alone(self, sequence: Sequence) -> None:
         """Count a running sequence as a single one from now on, because its group is about to be forked."""
         self.num_seqs -= sequence.num_seqs - 1
@@ -317,6 +327,8 @@ class SchedulerState:
                 raise InvariantError(f"{_name(sequence)} waits in state {sequence.state.value}")
             if sequence.block_table:
                 raise InvariantError(f"{_name(sequence)} does not run but holds blocks")
+            if sequence.num_seqs != self.slots_wanted(sequence):
+                raise InvariantError(f"{_name(sequence)} waits for {sequence.num_seqs} slots, wrongly")
             covered = len(sequence.host_table) * self.pool.block_size
             if sequence.computed > covered:
                 raise InvariantError(

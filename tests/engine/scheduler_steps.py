@@ -34,7 +34,7 @@ def assert_no_idle_budget(scheduler: Scheduler, plan: StepPlan) -> None:
         if sequence.candidates is None and sequence.state is not SequenceState.SWAPPING_OUT
     )
     first = next(may_start, None)
-    if first is None or state.num_seqs + first.num_seqs > state.max_num_seqs:
+    if first is None or state.num_seqs >= state.max_num_seqs:
         return
     needed = blocks_needed(state, first) + state.reserve.blocks(state.running)
     if not is_next_block_scheduled(state, first, plan):

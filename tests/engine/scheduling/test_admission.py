@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 from kv_simulation import KVSimulation, add, make_request, make_scheduler
 from scheduler_steps import run_until_preempted, shape, tokens
 
 from engine.scheduling import admission
 from engine.scheduling.admission import Hits, blocks_needed
+from engine.scheduling.sequence import SequenceState
+
+RUNNING = SequenceState.RUNNING
 
 
 @pytest.mark.parametrize(
@@ -163,18 +168,77 @@ def test_a_head_that_does_not_fit_is_passed_within_bounds_and_then_served() -> N
     assert run(8, 0) == ["large", *every_small]
 
 
-def test_a_group_needs_a_slot_for_each_of_its_sequences() -> None:
+def test_a_group_starts_with_the_slots_that_are_free_and_its_other_sequences_get_the_next() -> None:
     scheduler = make_scheduler(64, 4, max_num_seqs=4)
     simulation = KVSimulation(4, lambda sequence: 7)
     for number, name in enumerate("ab"):
         scheduler.add(make_request(name, tokens(5, 10 * number), 20, arrival=float(number)))
     simulation.step(scheduler)
-    scheduler.add(make_request("group", tokens(5, 30), 4, arrival=9.0, n=3))
-    assert simulation.step(scheduler).admitted == []
-    scheduler.abort("a")
+    scheduler.add(make_request("group", tokens(5, 30), 6, arrival=9.0, n=3))
+    scheduler.add(make_request("later", tokens(5, 20), 4, arrival=10.0))
     assert [sequence.request_id for sequence in simulation.step(scheduler).admitted] == ["group"]
+    assert scheduler.state.num_seqs == 4  # what is free is kept for its forks
     simulation.step(scheduler)
-    assert (scheduler.stats().running, scheduler.stats().preemptions) == (4, 0)
+    first, second, third = [scheduler.state.sequences["group", number] for number in range(3)]
+    assert (first.state, second.state, third.state) == (RUNNING, RUNNING, SequenceState.PREEMPTED)
+    scheduler.abort("a")
+    computed = simulation.computed_tokens
+    assert simulation.step(scheduler).admitted == []
+    assert third.state is RUNNING
+    # It shares the prompt's full block, and computes the rest of the prompt and its first token.
+    assert first.block_table[0] == second.block_table[0] == third.block_table[0]
+    assert simulation.computed_tokens - computed == 3 + 2
+    simulation.drain(scheduler)
+    assert scheduler.stats().preemptions == 0
+    assert [len(simulation.output[name]) for name in ("group", "group#1", "group#2")] == [6, 6, 6]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "choices"),
+    [({"n": 9}, 9), ({"n": 1, "best_of": 9}, 1), ({"n": 2, "use_beam_search": True, "beam_width": 9}, 2)],
+)
+def test_a_group_wider_than_all_slots_gives_the_same_results(
+    kind: dict[str, object], choices: int, prefix_caching: bool
+) -> None:
+    def results(max_num_seqs: int) -> list[list[int]]:
+        scheduler = make_scheduler(64, 4, max_num_seqs=max_num_seqs, prefix_caching=prefix_caching)
+        simulation = KVSimulation(4, lambda sequence: zlib.crc32(bytes(sequence.token_ids)) % 40)
+        scheduler.add(make_request("group", tokens(10), 5, ignore_eos=True, **kind))
+        simulation.drain(scheduler)
+        assert len(simulation.output) == choices
+        return list(dict(sorted(simulation.output.items())).values())
+
+    assert results(1) == results(4) == results(16)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_beams_that_lack_slots_take_turns_beside_requests_that_run_on(prefix_caching: bool) -> None:
+    scheduler = make_scheduler(128, 4, max_num_seqs=4, prefix_caching=prefix_caching)
+    simulation = KVSimulation(4, lambda sequence: 7)
+    scheduler.add(make_request("long", tokens(5), 200, arrival=1.0))
+    simulation.step(scheduler)
+    scheduler.add(make_request("beams", tokens(9, 20), 8, arrival=2.0, n=4, use_beam_search=True))
+    for _ in range(8 * 3):
+        simulation.step(scheduler)
+    assert "beams" in simulation.over
+    assert scheduler.state.sequences["long", 0].num_preemptions == 0
+
+
+def test_a_group_that_is_preempted_before_its_forks_waits_for_all_their_slots_again() -> None:
+    scheduler = make_scheduler(64, 4, max_num_seqs=3, token_budget=8)
+    simulation = KVSimulation(4, lambda sequence: 7)
+    scheduler.add(make_request("old", tokens(5), 20, arrival=1.0))
+    simulation.step(scheduler)
+    group = add(scheduler, make_request("group", tokens(30, 10), 4, arrival=2.0, priority=1, n=3))
+    simulation.step(scheduler)
+    assert (group.num_seqs, scheduler.state.num_seqs) == (2, 3)
+    for number in range(2):
+        scheduler.add(make_request(f"urgent{number}", tokens(3, 30 + number), 4, arrival=3.0))
+        simulation.step(scheduler)
+    assert (group.num_preemptions, group.num_seqs, scheduler.state.num_waiting) == (2, 3, 3)
+    simulation.drain(scheduler)
+    assert [len(simulation.output[name]) for name in ("group", "group#1", "group#2")] == [4, 4, 4]
 
 
 def test_a_group_needs_a_block_for_each_of_its_sequences() -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from kv_simulation import add, make_request, make_scheduler
 
 from engine.request import Request
+from engine.scheduling.candidates import Candidates, Outcome
 from engine.scheduling.fair_queue import OUTPUT_WEIGHT, FairQueue, Ticket
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import SequenceState
+from engine.scheduling.sequence import Sequence, SequenceState
 
 BUDGET = 256
 
@@ -30,6 +31,16 @@ def prompt(length: int, seed: int | str) -> list[int]:
     return random.Random(seed).choices(range(40), k=length)
 
 
+def _outcome(sequence: Sequence) -> Outcome:
+    """Always the token 7, whatever a request needs of a step."""
+    group = sequence.group
+    if group is None:
+        return 7
+    if group.search is not None:
+        return Candidates(tuple(range(group.search.num_candidates)), (-1.0,) * group.search.num_candidates)
+    return Candidates((7,) * (1 if group.forked else group.params.width), (-1.0,) * group.params.width)
+
+
 class Steps:
     """Runs a scheduler and notes the step of each first token and each end."""
 
@@ -38,6 +49,7 @@ class Steps:
         self.number = 0
         self.added: dict[str, int] = {}
         self.first_token: dict[str, int] = {}
+        self.over: dict[str, int] = {}
         self.work: Counter[str] = (
             Counter()
         )  # by client; what is computed again after a preemption does not count
@@ -57,10 +69,15 @@ class Steps:
             computed = min(chunk.start + chunk.length, sequence.num_prompt_tokens)
             prefill = max(0, computed - max(chunk.start, self._computed[name]))
             self._computed[name] = max(computed, self._computed[name])
-            self.work[name.split("-")[0]] += prefill + int(OUTPUT_WEIGHT) * chunk.samples
+            group = sequence.group
+            first_tokens = 1 if group is None or group.forked else group.params.width
+            self.work[name.split("-")[0]] += prefill + int(OUTPUT_WEIGHT) * chunk.samples * first_tokens
         self.number += 1
-        for delta in self.scheduler.commit(plan, [7] * plan.num_samples):
+        outcomes = [_outcome(chunk.sequence) for chunk in plan.chunks if chunk.samples]
+        for delta in self.scheduler.commit(plan, outcomes):
             self.first_token.setdefault(delta.request_id, self.number)
+            if delta.final:
+                self.over[delta.request_id] = self.number
 
     def until_first_token(self, name: str, most: int = 10_000) -> int:
         """Steps from the arrival of a request to its first token."""
@@ -151,6 +168,58 @@ def test_a_flood_that_holds_every_slot_or_block_gives_some_back() -> None:
         assert len(flood) <= 1
 
 
+def test_a_group_takes_as_many_slots_of_a_flood_at_once_as_its_client_is_due() -> None:
+    steps = Steps(large_scheduler(max_num_seqs=8))
+    for number in range(20):
+        steps.add(make_request(f"flood-{number}", prompt(40, number), 200, client="flood", ignore_eos=True))
+    for _ in range(20):
+        steps.step()
+    steps.add(make_request("group", prompt(40, 99), 200, arrival=2.0, client="other", ignore_eos=True, n=8))
+    assert steps.until_first_token("group") == 1
+    steps.step()
+    running = Counter(each.request_id.split("-")[0] for each in steps.scheduler.state.running)
+    assert running == {"group": 4, "flood": 4}
+    assert steps.scheduler.stats().preemptions == 4
+
+
+@pytest.mark.parametrize("slots", [1, 4, 16])
+@pytest.mark.parametrize("missing", [0, 1, -5])  # slots that the request leaves, or that it lacks
+@pytest.mark.parametrize("kind", ["n", "best_of", "beam_width"])
+@pytest.mark.parametrize("output", [8, 64])  # of each of its sequences
+def test_a_group_as_wide_as_all_slots_starts_beside_a_flood(
+    slots: int, missing: int, kind: str, output: int
+) -> None:
+    """As soon as the first slot is free, however long small requests that would fit keep coming."""
+    steps, draw, longest = Steps(large_scheduler(max_num_seqs=slots)), random.Random(slots), 60
+    waiting = steps.scheduler.state.waiting
+
+    def step() -> None:
+        while len(waiting) < 2 * slots + 1:
+            name = f"flood-{draw.random()}"
+            steps.add(
+                make_request(name, prompt(8, name), draw.randint(1, longest), client="flood", ignore_eos=True)
+            )
+        steps.step()
+
+    for _ in range(50):
+        step()
+    width = max(slots - missing, 1)
+    group = {"use_beam_search": kind == "beam_width", kind: width}
+    steps.add(
+        make_request("group", prompt(40, 0), output, arrival=2.0, client="other", ignore_eos=True, **group)
+    )
+    sequence = steps.scheduler.state.sequences["group", 0]
+    for _ in range(longest + 1):
+        step()
+        if sequence.state is SequenceState.RUNNING:
+            break
+    assert sequence.state is SequenceState.RUNNING
+    # Then each slot that becomes free is for its sequences, until all have run: in rounds, if there are more.
+    for _ in range((longest + output) * -(-width // slots) + 10):
+        step()
+    assert "group" in steps.over
+
+
 def test_a_client_takes_no_place_from_one_that_has_no_more_in_service() -> None:
     """Otherwise two of them would take the same slot from each other in turn."""
     steps = Steps(large_scheduler(max_num_seqs=3, token_budget=2_048))
@@ -186,6 +255,7 @@ def check_shares(
     sizes: dict[str, Size],
     queued: int,
     *,
+    widths: dict[str, int] | None = None,
     guest: Size = (60, 1),
     at_once: int = 0,
     pause: int = 0,
@@ -194,7 +264,7 @@ def check_shares(
     """Clients that always wait get equal work, a guest no more.
 
     That is within two of the largest requests, a step, and the outputs of what runs: their lengths are
-    estimates.
+    estimates. Each request is for ``widths`` sequences, by client.
 
     The guest sends ``at_once`` requests when it has none that waits, ``pause`` steps after the last time. Its
     outputs end after one token, so it may be charged too much at first.
@@ -202,12 +272,23 @@ def check_shares(
     # Blocks run out. Without look-ahead, no small request passes a large one that lacks them.
     steps = Steps(large_scheduler(num_blocks=512, max_num_seqs=slots, look_ahead=0))
     made: Counter[str] = Counter()
+    width = widths or {}
 
     def add_one(client: str, length: int, output: int) -> None:
         made[client] += 1
         name, stop = f"{client}-{made[client]}", (7,) if client == "guest" else ()
-        arrival, text = 1.0 + steps.number, prompt(length, name)
-        steps.add(make_request(name, text, output, arrival=arrival, client=client, stop=stop, ignore_eos=True))
+        steps.add(
+            make_request(
+                name,
+                prompt(length, name),
+                output,
+                arrival=1.0 + steps.number,
+                client=client,
+                stop=stop,
+                ignore_eos=True,
+                n=width.get(client, 1),
+            )
+        )
 
     back = 0
     for _ in range(num_steps):
@@ -222,7 +303,10 @@ def check_shares(
             back = steps.number + pause
         steps.step()
     work = [steps.work[each] for each in sizes]
-    largest = max(length + OUTPUT_WEIGHT * output for length, output in [*sizes.values(), guest])
+    largest = max(
+        length + OUTPUT_WEIGHT * output * width.get(client, 1)
+        for client, (length, output) in [*sizes.items(), ("guest", guest)]
+    )
     longest = max(output for _, output in [*sizes.values(), guest])
     bound = 2 * largest + BUDGET + slots * OUTPUT_WEIGHT * longest
     assert max(work) - min(work) <= bound, steps.work
@@ -252,6 +336,11 @@ def test_clients_that_always_wait_get_equal_work_and_one_that_comes_and_goes_no_
 def test_with_fewer_slots_than_clients_none_falls_behind() -> None:
     check_shares(1, {"a": (1500, 60), "b": (60, 1), "c": (1500, 8), "d": (400, 8)}, 1, num_steps=600)
     check_shares(2, {"a": (60, 1), "b": (400, 1)}, 0, num_steps=400)  # one's queue is empty in some steps
+
+
+@pytest.mark.parametrize("width", [2, 7, 8, 12])
+def test_requests_for_several_sequences_get_equal_work_too(width: int) -> None:
+    check_shares(8, {"a": (60, 8), "b": (60, 8), "c": (400, 8)}, 5, widths={"a": width}, num_steps=400)
 
 
 def test_with_more_slots_than_blocks_for_large_requests_none_falls_behind() -> None:

@@ -90,6 +90,11 @@ def one_in_a_later_block(it: Sequences) -> None:
     it.first.writable = 2
 
 
+def miscounted_slots(it: Sequences) -> None:
+    it.waiting.num_seqs += 1
+    it.state.num_waiting += 1
+
+
 STATE_FAULTS: Faults = {
     "a sequence in no list": (
         planted(lambda it: it.state.running.pop()),
@@ -151,6 +156,10 @@ STATE_FAULTS: Faults = {
     "blocks of one that waits": (
         planted(lambda it: it.preempted.block_table.append(0)),
         "request 'c' does not run but holds blocks",
+    ),
+    "slots of one that waits": (
+        planted(miscounted_slots),
+        "request 'e' waits for 2 slots, wrongly",
     ),
     "computed tokens of one that waits": (
         planted(lambda it: setattr(it.waiting, "computed", 1)),
