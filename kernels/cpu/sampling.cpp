@@ -64,53 +64,85 @@ using Weights = std::vector<float>;
 // Work space of one thread.
 struct Space {
     Weights weights, likely, sums;
+    std::vector<float> highest;  // of each CHECKED of `weights`
 };
 
-static double sum_above(const Weights& weights, float cut) {
+// Weights to compare with cuts. Of a whole vocabulary most stretches lie below any cut that matters, and `highest`,
+// the largest of each CHECKED weights, tells which: adding their zeros would change no sum. Null: not known.
+struct Compared {
+    const Weights& weights;
+    const float* highest;
+
+    bool below(size_t i, float cut) const { return highest && highest[i / CHECKED] < cut; }
+};
+
+static double sum_above(const Compared& some, float cut) {
     vd sums[4] = {};
     const vf least = splat(cut);
-    for (size_t i = 0; i < weights.size(); i += CHECKED)
+    for (size_t i = 0; i < some.weights.size(); i += CHECKED) {
+        if (some.below(i, cut)) continue;
         for (int j = 0; j < 4; ++j) {
-            const vf value = load(&weights[i + j * LANES]);
+            const vf value = load(&some.weights[i + j * LANES]);
             sums[j] += __builtin_convertvector(value >= least ? value : splat(0.0f), vd);
         }
+    }
     const vd sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     double total = 0.0;
     for (int lane = 0; lane < LANES; ++lane) total += sum[lane];
     return total;
 }
 
-static int64_t count_above(const Weights& weights, float cut) {
+static int64_t count_above(const Compared& some, float cut) {
     vi counts{};
     const vf least = splat(cut);
-    for (size_t i = 0; i < weights.size(); i += LANES) counts -= bit_cast<vi>(load(&weights[i]) >= least);
+    for (size_t i = 0; i < some.weights.size(); i += CHECKED) {
+        if (some.below(i, cut)) continue;
+        for (int j = 0; j < 4; ++j) counts -= bit_cast<vi>(load(&some.weights[i + j * LANES]) >= least);
+    }
     int64_t total = 0;
     for (int lane = 0; lane < LANES; ++lane) total += counts[lane];
     return total;
 }
 
-// The weights of `row`, followed by zeros up to a multiple of CHECKED.
-static void fill_weights(const Row& row, int64_t vocab, Weights& weights) {
-    weights.resize((vocab + CHECKED - 1) / CHECKED * CHECKED);
-    const vf best = splat(row.best), temperature = splat(row.temperature);
-    int64_t i = 0;
-    for (; i + LANES <= vocab; i += LANES)
-        store(&weights[i], exp_negative((load(row.logits + i) - best) / temperature));
-    std::fill(weights.begin() + i, weights.end(), 0.0f);
-    if (i < vocab) {
-        const int rest = static_cast<int>(vocab - i);
-        store_some(&weights[i], exp_negative((load_some(row.logits + i, rest) - best) / temperature), rest);
+// The weights of `row`, followed by zeros up to a multiple of CHECKED, and the highest of each CHECKED.
+template <class Weigh>
+static void fill_weights(const float* logits, int64_t vocab, Space& space, const Weigh& weigh) {
+    const int64_t padded = (vocab + CHECKED - 1) / CHECKED * CHECKED;
+    space.weights.resize(padded);
+    space.highest.resize(padded / CHECKED);
+    float* out = space.weights.data();
+    for (int64_t i = 0; i < padded; i += CHECKED) {
+        vf highest = splat(0.0f);
+        for (int64_t at = i; at < i + CHECKED; at += LANES) {
+            if (at + LANES <= vocab) {
+                store(out + at, weigh(load(logits + at)));
+            } else {
+                store(out + at, splat(0.0f));
+                const int rest = static_cast<int>(std::max<int64_t>(vocab - at, 0));
+                if (rest) store_some(out + at, weigh(load_some(logits + at, rest)), rest);
+            }
+            highest = max(highest, load(out + at));
+        }
+        space.highest[i / CHECKED] = max(highest);
     }
 }
 
+static void fill_weights(const Row& row, int64_t vocab, Space& space) {
+    const vf best = splat(row.best), temperature = splat(row.temperature);
+    if (row.temperature == 1.0f)  // the division, a third of the time, would change nothing
+        fill_weights(row.logits, vocab, space, [=](vf logits) { return exp_negative(logits - best); });
+    else
+        fill_weights(row.logits, vocab, space,
+                     [=](vf logits) { return exp_negative((logits - best) / temperature); });
+}
+
 // The weights of at least `cut`.
-static void collect(const Weights& weights, float cut, Weights& found) {
-    found.resize(weights.size() + CHECKED);
+static void collect(const Compared& all, float cut, Weights& found) {
+    found.resize(all.weights.size() + CHECKED);
     int64_t count = 0;
-    for (size_t i = 0; i < weights.size(); i += CHECKED) {
-        const float* w = &weights[i];
-        const vf most = max(max(load(w), load(w + LANES)), max(load(w + 2 * LANES), load(w + 3 * LANES)));
-        if (max(most) < cut) continue;
+    for (size_t i = 0; i < all.weights.size(); i += CHECKED) {
+        if (all.below(i, cut)) continue;
+        const float* w = &all.weights[i];
         for (int64_t j = 0; j < CHECKED; ++j) {  // no branch: it would be guessed wrong half of the time
             found[count] = w[j];
             count += w[j] >= cut;
@@ -121,59 +153,59 @@ static void collect(const Weights& weights, float cut, Weights& found) {
     found.resize(padded);
 }
 
-// The largest number with which enough(weights, number) holds; `least`, or the least normal number, if none does.
+// The largest number with which enough(all, number) holds; `least`, or the least normal number, if none does.
 // Few weights are looked at closely, because most of a vocabulary is far below any cut that matters.
 template <class Enough>
-static float largest_cut(const Weights& weights, float least, Weights& likely, const Enough& enough) {
+static float largest_cut(const Compared& all, float least, Weights& likely, const Enough& enough) {
     float low = FIRST_CUT;
-    while (low >= LAST_CUT && !enough(weights, low)) low /= 4;
+    while (low >= LAST_CUT && !enough(all, low)) low /= 4;
     low = std::max(low >= LAST_CUT ? low : std::numeric_limits<float>::min(), least);
-    collect(weights, low, likely);
+    collect(all, low, likely);
+    const Compared close{likely, nullptr};
     // Numbers above 0 are in the order of their bits.
     uint32_t enough_bits = bit_cast<uint32_t>(low), few_bits = bit_cast<uint32_t>(1.0f) + 1;
     while (few_bits - enough_bits > 1) {
         const uint32_t middle = enough_bits + (few_bits - enough_bits) / 2;
-        (enough(likely, bit_cast<float>(middle)) ? enough_bits : few_bits) = middle;
+        (enough(close, bit_cast<float>(middle)) ? enough_bits : few_bits) = middle;
     }
     return bit_cast<float>(enough_bits);
 }
 
 // The least weight that the filters of `row` keep; 0 keeps all.
 static float threshold_of(const Row& row, int64_t vocab, Space& space) {
-    const Weights& weights = space.weights;
+    const Compared all{space.weights, space.highest.data()};
     float threshold = row.min_p;
     if (row.top_k > 0 && row.top_k < vocab) {
-        const auto enough = [&](const Weights& some, float cut) { return count_above(some, cut) >= row.top_k; };
-        threshold = std::max(threshold, largest_cut(weights, threshold, space.likely, enough));
+        const auto enough = [&](const Compared& some, float cut) { return count_above(some, cut) >= row.top_k; };
+        threshold = std::max(threshold, largest_cut(all, threshold, space.likely, enough));
     }
     if (row.top_p < 1.0) {
-        const double wanted = row.top_p * sum_above(weights, threshold);
-        const auto enough = [&](const Weights& some, float cut) { return sum_above(some, cut) >= wanted; };
-        threshold = std::max(threshold, largest_cut(weights, threshold, space.likely, enough));
+        const double wanted = row.top_p * sum_above(all, threshold);
+        const auto enough = [&](const Compared& some, float cut) { return sum_above(some, cut) >= wanted; };
+        threshold = std::max(threshold, largest_cut(all, threshold, space.likely, enough));
     }
     return threshold;
 }
 
-// Zeroes what lies below `threshold`, and sums up the groups: group = id % groups, always the same additions.
+// Sums up the groups, without what lies below `threshold`: group = id % groups, always the same additions.
 static void group_sums(int64_t groups, float threshold, Space& space) {
     auto& w = space.weights;
     const vf least = splat(threshold);
-    for (size_t i = 0; i < w.size(); i += LANES) {
-        const vf value = load(&w[i]);
-        store(&w[i], value < least ? splat(0.0f) : value);
-    }
     w.resize(GROUPS_OF * groups + LANES, 0.0f);  // what lies past the vocabulary is zero
     space.sums.resize(groups + LANES);
     for (int64_t g = 0; g < groups; g += LANES) {
         vf sum[GROUPS_OF];
-        for (int64_t j = 0; j < GROUPS_OF; ++j) sum[j] = load(&w[g + j * groups]);
+        for (int64_t j = 0; j < GROUPS_OF; ++j) {
+            const vf value = load(&w[g + j * groups]);
+            sum[j] = value < least ? splat(0.0f) : value;
+        }
         for (int64_t half = GROUPS_OF / 2; half > 0; half /= 2)
             for (int64_t j = 0; j < half; ++j) sum[j] = sum[j] + sum[j + half];
         store(&space.sums[g], sum[0]);
     }
 }
 
-static int64_t draw(uint64_t key, int64_t groups, const Space& space) {
+static int64_t draw(uint64_t key, int64_t groups, float threshold, const Space& space) {
     const double infinite = std::numeric_limits<double>::infinity();
     double first = infinite;
     int64_t group = 0;
@@ -185,8 +217,9 @@ static int64_t draw(uint64_t key, int64_t groups, const Space& space) {
     int64_t token = group;
     first = infinite;
     for (int64_t id = group; id < GROUPS_OF * groups; id += groups) {
-        if (space.weights[id] == 0.0f) continue;
-        const double time = exponential(key, id) / space.weights[id];
+        const float weight = space.weights[id];
+        if (weight < threshold || weight == 0.0f) continue;
+        const double time = exponential(key, id) / weight;
         if (time < first) first = time, token = id;
     }
     return token;
@@ -312,10 +345,11 @@ int quire_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
         parallel_for(rows, rows, num_threads, [&](int64_t r) {
             thread_local Space space;
             const Row row{logits + r * stride, best[r], temperature[r], min_p[r], top_k[r], top_p[r]};
-            fill_weights(row, vocab, space.weights);
-            group_sums(groups, threshold_of(row, vocab, space), space);
+            fill_weights(row, vocab, space);
+            const float threshold = threshold_of(row, vocab, space);
+            group_sums(groups, threshold, space);
             for (int64_t d = first[r]; d < first[r + 1]; ++d)
-                tokens[d] = draw(static_cast<uint64_t>(keys[d]), groups, space);
+                tokens[d] = draw(static_cast<uint64_t>(keys[d]), groups, threshold, space);
         });
     });
 }
