@@ -37,7 +37,7 @@ from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from engine.token_logprobs import TokenLogprobs
 
-VERSION = 17
+VERSION = 18
 """Incremented with every change of a layout, of engines' metrics, or of ``beat``'s arguments, so that a release
 rejects messages that it would misread."""
 

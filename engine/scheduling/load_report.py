@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from engine.scheduling.pending_prefill import PendingPrefill
+from engine.scheduling.slot_ends import SlotEnds, slot_ends
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepPlan
+
+ENDS_EVERY_S = 0.05
+"""The ends of running sequences are expected anew after so much time in steps, because that costs 0.2 ms."""
+
+SCARCE = 1 / 8
+"""With less of the pool free or evictable, a new request may have to wait for blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,9 @@ class EngineLoad:
     num_blocked: int  # of those, how many no newcomer can overtake, for want of sequence slots or blocks
     num_lacking: int  # of those, how many wait for want of slots or blocks: some of them may be overtaken
     max_running: int  # sequences at once
+    first_end: float  # see ``SlotEnds``; these three are 0 where there is room for all, and where unknown
+    half_ended: float
+    all_ended: float
 
 
 class LoadReporter:
@@ -36,17 +47,23 @@ class LoadReporter:
         self._prefill_rate = prefill_rate
         self._step_seconds = 0.0
         self._num_blocked = self._num_lacking = 0
+        self._ends, self._ends_age_s = SlotEnds(), math.inf
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         """A step has been run and committed; one whose drafts were right made more than a token of each."""
         self._num_blocked, self._num_lacking = plan.num_blocked, plan.num_lacking
+        self._ends_age_s += seconds
         if not plan.prefill_tokens and not plan.transfers:
             made = len(plan.chunks)
             self._step_seconds = seconds * made / (made + plan.accepted_tokens)
 
     def read(self) -> EngineLoad:
-        """The load now; 50 ns for each running sequence, and what the pending prefill costs."""
+        """The load now; 50 ns for each running sequence, and what the pending prefill costs.
+
+        Where slots or blocks are scarce, the expected ends cost 0.2 ms, at most every :data:`ENDS_EVERY_S`.
+        """
         state, pool = self._state, self._state.pool
+        ends = self._expected_ends()
         return EngineLoad(
             waiting_tokens=self._pending_prefill.tokens(),
             running=len(state.running),
@@ -60,4 +77,17 @@ class LoadReporter:
             num_blocked=min(self._num_blocked, state.num_waiting),
             num_lacking=min(self._num_lacking, state.num_waiting),
             max_running=state.max_num_seqs,
+            first_end=ends.first,
+            half_ended=ends.half,
+            all_ended=ends.all,
         )
+
+    def _expected_ends(self) -> SlotEnds:
+        state, pool = self._state, self._state.pool
+        full = state.num_seqs + state.num_waiting >= state.max_num_seqs
+        if not full and pool.num_available > SCARCE * (pool.num_free + pool.num_cached + pool.num_referenced):
+            self._ends, self._ends_age_s = SlotEnds(), math.inf
+        elif self._ends_age_s >= ENDS_EVERY_S:
+            ages = [sequence.num_generated for sequence in state.running]
+            self._ends, self._ends_age_s = slot_ends(ages, state.output_lengths), 0.0
+        return self._ends

@@ -107,7 +107,7 @@ class Scheduler:
             max_overtakes=max_overtakes,
         )
         self._lone_budget = token_budget if lone_budget is None else lone_budget
-        self._workload = WorkloadStats()
+        self._workload = WorkloadStats(self.state.output_lengths)
         self._latency = LatencyStats(clock)
         self._outcomes = Outcomes(self.state, self._workload, self._latency)
         self._groups = SequenceGroups(self.state, self._outcomes)

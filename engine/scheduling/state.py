@@ -19,6 +19,7 @@ from engine.scheduling.prefill_shares import PrefillShares
 from engine.scheduling.recovery import RecoveryPolicy
 from engine.scheduling.recovery_tracker import RecoveryTracker
 from engine.scheduling.sequence import RUNS, Order, Sequence, SequenceState, order_of
+from engine.scheduling.slot_ends import OutputLengths
 
 _order: Callable[[Sequence], Order] = attrgetter("order")  # much faster than a function of our own
 
@@ -80,6 +81,7 @@ class SchedulerState:
         self.num_preemptions = 0  # since the start
         self.num_blocked = 0  # of the last step that admitted: see :attr:`StepPlan.num_blocked`
         self.num_lacking = 0  # of the last step
+        self.output_lengths = OutputLengths()
         self.observer: StateObserver | None = None
         self._swapping: list[Sequence] = []  # out or in, by the step that was planned last
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.request import FinishReason, Request
 from engine.scheduling.fair_queue import OUTPUT_WEIGHT
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.slot_ends import OutputLengths
 
 WINDOW = 64
 """Roughly how many of the latest requests the averages remember."""
@@ -14,14 +15,15 @@ FIRST_OUTPUT = 256.0
 
 
 class WorkloadStats:
-    """Belongs to one scheduler; every call is O(1).
+    """Belongs to one scheduler; every call is O(1). Each length also goes to ``lengths``.
 
     ``arrived_tokens`` estimates, when a request arrives, the prompt tokens that it has to compute. The hit is
     known only once the request runs, but then an engine that lags behind would report its own pace as that of
     its clients.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: OutputLengths | None = None) -> None:
+        self._lengths = OutputLengths() if lengths is None else lengths
         self.arrived_tokens = 0.0  # prompt tokens to compute, estimated, of all requests so far
         self.prompt_tokens = 0  # of admitted requests
         self.query_tokens = 0  # of these, looked up in the prefix index
@@ -72,6 +74,7 @@ class WorkloadStats:
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         length = float(max(sequence.num_generated, 1))
+        self._lengths.add(int(length))
         self._outputs = min(self._outputs + 1, WINDOW)
         self._mean_output += (length - self._mean_output) / self._outputs
         self._mean_square += (length**2 - self._mean_square) / self._outputs

@@ -33,11 +33,11 @@ ROUNDS = 3000
 ROOT = root_key("benchmark", "float32", BLOCK_SIZE, CacheNamespace())
 SMALL, LARGE = (16, 512), (64, 2048)
 """Replicas, and blocks of a prompt."""
-
 BUSY = {"waiting_tokens": 4000, "running": 16, "kv_tokens": 100_000, "referenced": 10_000, "free": 100}
 NONE = dict.fromkeys(("waiting", "num_blocked", "num_lacking", "max_running", "acknowledged"), 0)
+ENDS = dict.fromkeys(("first_end", "half_ended", "all_ended"), 0)
 POOL = {"evictable": BLOCKS_PER_REPLICA - 10_100, "num_blocks": BLOCKS_PER_REPLICA, "block_size": BLOCK_SIZE}
-LOAD = LoadReport(prefill_rate=20_000.0, step_seconds=0.02, **BUSY, **NONE, **POOL)
+LOAD = LoadReport(prefill_rate=20_000.0, step_seconds=0.02, **BUSY, **NONE, **ENDS, **POOL)
 
 Setup = Callable[[], Callable[[], object]]
 """Makes the next call; only the call is timed."""

@@ -100,7 +100,9 @@ class KvReplica(LoopbackReplica):
         """Hold and tell."""
         self.hold(*texts)
         pool = self.pool
-        load = EngineLoad(0, 0, 0, pool.num_referenced, pool.num_free, pool.num_cached, 100.0, 0.5, 0, 0, 0, 8)
+        load = EngineLoad(
+            0, 0, 0, pool.num_referenced, pool.num_free, pool.num_cached, 100.0, 0.5, 0, 0, 0, 8, 0, 0, 0
+        )
         self.hub.on_step(StepOutputs(list(deltas), list(taken), self.events.drain(), load))
 
 

@@ -29,10 +29,13 @@ LOADS = st.builds(
     num_blocked=st.sampled_from([0, 0, 0, 12]),
     num_lacking=st.sampled_from([0, 12]),
     max_running=st.sampled_from([0, 32]),
+    first_end=st.sampled_from([0.0, 3.0]),
+    half_ended=st.sampled_from([50.0, 2.0]),
+    all_ended=st.sampled_from([100.0, 1.0]),
 )
 
 broken = st.one_of(st.integers(-(2**70), 2**70), st.floats(allow_nan=True, allow_infinity=True))
-BROKEN_LOADS = st.builds(LoadReport, *[broken] * 15)
+BROKEN_LOADS = st.builds(LoadReport, *[broken] * 18)
 
 TOTALS = st.fixed_dictionaries(
     {

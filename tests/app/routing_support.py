@@ -31,6 +31,9 @@ IDLE = LoadReport(
     num_blocked=0,
     num_lacking=0,
     max_running=0,
+    first_end=0.0,
+    half_ended=0.0,
+    all_ended=0.0,
     acknowledged=0,
 )
 

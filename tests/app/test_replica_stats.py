@@ -32,6 +32,9 @@ LOAD = EngineLoad(
     num_blocked=0,
     num_lacking=0,
     max_running=8,
+    first_end=0.0,
+    half_ended=0.0,
+    all_ended=0.0,
 )
 
 

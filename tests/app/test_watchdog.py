@@ -21,7 +21,7 @@ from engine.scheduling.load_report import EngineLoad
 from engine.stats import EngineStats
 
 STUCK_AFTER_S = 10.0
-LOAD = EngineLoad(0, 1, 0, 0, 0, 0, 100.0, 0.5, 0, 0, 0, 8)
+LOAD = EngineLoad(0, 1, 0, 0, 0, 0, 100.0, 0.5, 0, 0, 0, 8, 0, 0, 0)
 
 
 class Thread:

@@ -105,6 +105,13 @@ ROUTING: list[Fault] = [
         "nobody is expected to wait where all that is free is kept for running sequences",
     ),
     Fault(
+        "app/routing/waiting.py",
+        "not load.first_end or ",
+        "load.first_end or ",
+        ("app/routing/test_waiting.py", "app/routing/test_waiting_in_time.py"),
+        "streams that began together are expected to end evenly over time",
+    ),
+    Fault(
         "app/routing/cost.py",
         "                admission = view.admission_s(excess, sequences)",
         "                pass",

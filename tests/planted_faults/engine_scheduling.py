@@ -102,6 +102,20 @@ SCHEDULING: list[Fault] = [
         "a step has the drafts of the one before",
     ),
     Fault(
+        "engine/scheduling/slot_ends.py",
+        "left - still + sum(map(mul, reversed(ends), shares))",
+        "left - still",
+        ("engine/scheduling/test_slot_ends.py",),
+        "those that take the place of ended sequences are expected never to end",
+    ),
+    Fault(
+        "engine/scheduling/slot_ends.py",
+        "bisect_right(known, group.age + tokens)",
+        "bisect_right(known, tokens)",
+        ("engine/scheduling/test_slot_ends.py",),
+        "old sequences are expected to run as long as new ones",
+    ),
+    Fault(
         "engine/scheduling/load_report.py",
         "seconds * made / (made + plan.accepted_tokens)",
         "seconds",

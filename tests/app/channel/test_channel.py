@@ -147,7 +147,7 @@ def test_end_gives_the_count_and_frees_the_attempt() -> None:
 
 
 def test_load_comes_at_once_to_who_opens_a_channel() -> None:
-    idle = EngineLoad(0, 0, 0, 0, 30, 0, 9000.0, 0.0, 0, 0, 0, 8)
+    idle = EngineLoad(0, 0, 0, 0, 30, 0, 9000.0, 0.0, 0, 0, 0, 8, 0, 0, 0)
     busy = replace(
         idle, waiting_tokens=700, running=8, step_seconds=0.01, waiting=4, num_blocked=3, num_lacking=4
     )
@@ -168,6 +168,9 @@ def test_load_comes_at_once_to_who_opens_a_channel() -> None:
                 "num_blocked",
                 "num_lacking",
                 "max_running",
+                "first_end",
+                "half_ended",
+                "all_ended",
             ):
                 assert getattr(frame.load, name) == getattr(load, name)
             assert (frame.load.acknowledged, frame.load.num_blocks) == (0, LIMITS.num_blocks)

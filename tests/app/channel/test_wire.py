@@ -54,7 +54,7 @@ records = st.lists(
 u64 = st.integers(0, 2**64 - 1)
 keys = st.lists(u64, max_size=9)
 seconds = st.floats(0, 1e9)
-loads = st.builds(LoadReport, *[u64] * 6, seconds, seconds, *[u64] * 7)
+loads = st.builds(LoadReport, *[u64] * 6, seconds, seconds, *[u64] * 4, seconds, seconds, seconds, *[u64] * 3)
 batches = st.builds(KvBatch, u64, keys, keys, st.booleans(), u64, u32)
 parts = st.builds(SnapshotSlice, u64, u32, u32, keys, u64, u32)
 LIMITS = ModelLimits(vocab_size=49152, max_model_len=8192, num_blocks=100, block_size=16)
@@ -100,7 +100,7 @@ def test_truncated_or_longer_sections_are_refused(
 
 
 def test_sections_of_unknown_kinds_are_refused() -> None:
-    load = LoadReport(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0)
+    load = LoadReport(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, 0)
     packed = bytearray(wire.pack_records(1, 2, [], [load]))
     packed[16] = 9
     with pytest.raises(wire.WireError, match="9"):
@@ -108,8 +108,8 @@ def test_sections_of_unknown_kinds_are_refused() -> None:
 
 
 def test_sections_are_small() -> None:
-    load = LoadReport(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0)
-    assert len(wire.pack_records(1, 2, [], [load])) == 16 + 1 + 136
+    load = LoadReport(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, 0)
+    assert len(wire.pack_records(1, 2, [], [load])) == 16 + 1 + 160
     assert len(wire.pack_records(1, 2, [], [KvBatch(1, [1, 2], [3], False, 0, 2)])) == 16 + 1 + 29 + 3 * 8
 
 
@@ -249,7 +249,7 @@ SAMPLE_FRAME = wire.pack_records(
         wire.Record(6, 8, [1], logprobs=[TOP], prompt_logprobs=(TOP, TokenLogprobs(-1.0, 7))),
     ],
     [
-        LoadReport(1, 2, 3, 4, 5, 6, 1.0, 2.0, 7, 8, 9, 10, 11, 12, 13),
+        LoadReport(1, 2, 3, 4, 5, 6, 1.0, 2.0, 7, 8, 9, 10, 3.0, 4.0, 5.0, 11, 12, 13),
         KvBatch(3, [1, 2], [3], True, 5, 6),
         SnapshotSlice(3, 0, 2, [1, 2, 3], 4, 5),
     ],

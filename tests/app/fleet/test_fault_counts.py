@@ -175,7 +175,7 @@ def test_suspects_run_one_to_a_replica_the_youngest_first() -> None:
 
 async def foreign_suspect(replica: LoopbackReplica, proof_tokens: int) -> tuple[Attempt, AsyncIterator[bytes]]:
     """Another ingress has a suspect there; every ingress has been told."""
-    replica.hub._load = EngineLoad(1, 0, 0, 0, 0, 0, 100.0, 0.5, 0, 0, 0, 8)
+    replica.hub._load = EngineLoad(1, 0, 0, 0, 0, 0, 100.0, 0.5, 0, 0, 0, 8, 0, 0, 0)
     stream = replica.hub.stream("other", 1)
     await anext(stream)
     attempt = replica.hub.attach("other", 1, 1, "other's")

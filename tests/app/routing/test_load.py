@@ -13,7 +13,7 @@ from app.routing.load import PREFILL_RATE, WIRE, LoadReport, average, pack, sane
 from engine.scheduling.load_report import EngineLoad
 
 NAMES = [field.name for field in fields(LoadReport)]
-FLOATS = {"prefill_rate", "step_seconds", "stalled_s"}
+FLOATS = {"prefill_rate", "step_seconds", "first_end", "half_ended", "all_ended", "stalled_s"}
 DISTINCT = LoadReport(**{name: number + (0.5 if name in FLOATS else 0) for number, name in enumerate(NAMES, 1)})
 
 

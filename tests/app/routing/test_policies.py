@@ -311,10 +311,10 @@ def test_fault_in_a_choice_degrades_to_the_least_booked(where: str, caplog: pyte
 
 def test_broken_report_breaks_no_placement() -> None:
     fleet = Fleet(2)
-    nan = float("nan")
+    nan, inf = float("nan"), float("inf")
     fleet.report(
         fleet.routes[0],
-        LoadReport(-1, nan, 10**400, -5, nan, nan, nan, float("inf"), nan, -1, 0, 0, 0, 0, 0),  # type: ignore[arg-type]
+        LoadReport(-1, nan, 10**400, -5, nan, nan, nan, inf, nan, -1, 0, 0, nan, -1, inf, 0, 0, 0),  # type: ignore[arg-type]
     )
     assert set(Counter(fleet.send(500) for _ in range(10)).values()) == {5}
     assert fleet.ledger.faults == 0

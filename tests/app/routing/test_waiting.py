@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from routing_support import BLOCK, IDLE, Fleet
 
 from app.routing.policies import Policy
-from app.routing.waiting import ExpectedWait
+from app.routing.waiting import ExpectedWait, tokens_until
 
 FULL = replace(IDLE, running=8, max_running=8, referenced=800, free=99_200)
 
@@ -110,3 +112,44 @@ def test_blocks_that_are_out_are_waited_for() -> None:
     assert wait(free=0, evictable=0, own=600 * BLOCK) > wait(free=0, evictable=50, own=600 * BLOCK)
     assert wait(free=50, evictable=0, waiting_tokens=100 * BLOCK) > wait(free=50, evictable=0) + 0.1
     assert wait(free=0, evictable=55, own=50 * BLOCK) == 0.0
+
+
+TOGETHER = replace(FULL, first_end=200.0, half_ended=200.0, all_ended=200.0)
+
+
+def test_where_the_engine_expects_ends_the_wait_is_until_then() -> None:
+    fleet = Fleet(1)
+    waits = []
+    for load in (FULL, TOGETHER, replace(TOGETHER, waiting=7, num_lacking=7)):
+        fleet.report(fleet.routes[0], load)
+        waits.append(wait_of(fleet).seconds)
+    step_s = waits[0] / (256 / 8)  # evenly, one of eight outputs of 256 tokens ends every 32 steps
+    assert waits[1:] == pytest.approx([200 * step_s, 200 * step_s], rel=1e-2)
+    fleet.report(fleet.routes[0], replace(TOGETHER, waiting=8, num_lacking=8))
+    assert wait_of(fleet).seconds == pytest.approx((200 + 256) * step_s, rel=1e-2)
+    fleet.report(fleet.routes[0], replace(TOGETHER, running=7))
+    assert wait_of(fleet) == (0.0, 1)
+
+
+def test_tokens_until_ends_go_from_mark_to_mark_and_turn_by_turn() -> None:
+    load = replace(FULL, first_end=10.0, half_ended=40.0, all_ended=100.0)
+    assert [tokens_until(ends, load, 120.0) for ends in (0.5, 1, 2.5, 4, 6, 8)] == [10, 10, 25, 40, 70, 100]
+    assert [tokens_until(ends, load, 120.0) for ends in (9, 12, 16, 17)] == [130, 160, 220, 250]
+    one = replace(load, running=1)
+    assert [tokens_until(ends, one, 120.0) for ends in (1, 2, 3)] == [10, 130, 250]
+
+
+@given(
+    running=st.integers(1, 300),
+    marks=st.tuples(*[st.floats(0.01, 1e6)] * 3),
+    output=st.floats(1, 1e6),
+    ends=st.tuples(*[st.floats(0, 5000)] * 2),
+)
+def test_later_ends_are_never_sooner(
+    running: int, marks: tuple[float, float, float], output: float, ends: tuple[float, float]
+) -> None:
+    first, half, last = marks
+    load = replace(FULL, running=running, first_end=first, half_ended=half, all_ended=last)
+    early, late = (tokens_until(one, load, output) for one in sorted(ends))
+    assert first <= early <= late * (1 + 1e-9)
+    assert late <= first + output * (1 + max(ends) / running) + 1e-3

@@ -195,3 +195,42 @@ def test_where_only_the_reserve_for_growth_is_free_the_first_waits_for_an_end() 
     expected, real = (sum(wait) / len(waits) for wait in zip(*waits, strict=True))
     assert real > 0.1
     assert 1 / FACTOR < expected / real < FACTOR
+
+
+def together(*begin: tuple[int, int], output: int = 60, before: int = 0) -> list[Wait]:
+    """The waits of one request in each of some rounds, at another moment of the first streams' life each time.
+
+    ``begin`` says how many begin after how many steps, which take all slots; ``before`` more wait then.
+    """
+    seqs = sum(count for _, count in begin)
+    line, random = Line(ReplicaConfig(COST, 4096, BLOCK, BUDGET, max_num_seqs=seqs)), Random(1)
+    waits: list[Wait] = []
+    make = asks(20, output=output)
+    for moment in range(0, output - 4 - max(step for step, _ in begin), 2):
+        for step in range(1 + max(step for step, _ in begin) + moment):
+            for _ in range(sum(count for when, count in begin if when == step)):
+                line.ask(make(random), foreign=False)
+            line.step()
+        for _ in range(before):
+            line.ask(make(random), foreign=False)
+        line.ask(make(random), foreign=False)
+        while line.replica.scheduler.has_work():
+            line.step()
+        waits.append(line.waits()[-1])
+    return waits[2:]  # the first ones are before enough outputs are known
+
+
+TOGETHER = {
+    "all": partial(together, (0, 8)),
+    "halves": partial(together, (0, 4), (30, 4)),
+    "all-and-some-wait": partial(together, (0, 8), before=4),
+    "all-and-more-wait-than-run": partial(together, (0, 8), before=12),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_the_expected_wait_is_the_real_one_where_streams_began_together(case: str) -> None:
+    waits = TOGETHER[case]()
+    assert sum(wait.real for wait in waits) / len(waits) > 0.1, "nobody waits"
+    for wait in waits:
+        assert wait.expected == pytest.approx(wait.real, rel=0.15, abs=0.15)

@@ -6,9 +6,10 @@ import pytest
 from kv_simulation import KVSimulation, make_request, make_scheduler
 
 from engine.request import Request
-from engine.scheduling.load_report import LoadReporter
+from engine.scheduling.load_report import ENDS_EVERY_S, LoadReporter
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SequenceState
+from engine.scheduling.slot_ends import ENOUGH
 from engine.scheduling.step import StepTiming
 
 
@@ -188,3 +189,61 @@ def test_no_more_are_blocked_than_wait() -> None:
         read = setting.reporter.read()
         assert read.num_blocked <= read.num_lacking <= len(waiting)
     assert preempted
+
+
+def expecting(setting: Setting, length: int) -> Setting:
+    """It has seen enough outputs of one length."""
+    for number in range(ENOUGH):
+        setting.add(make_request(f"known{number}", [number, 1], max_tokens=length, ignore_eos=True))
+    while setting.scheduler.has_work():
+        setting.step()
+    return setting
+
+
+def test_ends_are_expected_where_all_slots_are_taken() -> None:
+    setting = expecting(Setting(num_blocks=1000), 20)
+    for number in range(3):
+        setting.add(make_request(f"r{number}", [number % 50, 49], max_tokens=20, ignore_eos=True))
+    for _ in range(5):
+        setting.step()
+    assert setting.reporter.read().first_end == 0.0, "a slot is free"
+    setting.add(make_request("r3", [3, 49], max_tokens=20, ignore_eos=True))
+    setting.step()
+    read = setting.reporter.read()
+    assert read.running == 4
+    assert read.first_end == pytest.approx(14, abs=1)
+    assert read.all_ended == pytest.approx(19, abs=2)
+
+
+def test_ends_are_expected_where_blocks_are_scarce() -> None:
+    setting = expecting(Setting(num_blocks=64), 20)
+    setting.add(make_request("a", [place % 47 for place in range(230)], max_tokens=20, ignore_eos=True))
+    while setting.reporter.read().waiting_tokens:
+        setting.step()
+    read = setting.reporter.read()
+    assert (read.running, read.max_running) == (1, 4)
+    assert read.free + read.evictable < 8
+    assert read.first_end == pytest.approx(19, abs=1.5)
+
+
+def test_ends_are_not_expected_anew_in_each_short_step() -> None:
+    setting = expecting(Setting(num_blocks=1000), 20)
+    for number in range(4):
+        setting.add(make_request(f"r{number}", [number % 50, 49], max_tokens=20, ignore_eos=True))
+    setting.step()
+    setting.step()
+    ends = []
+    for _ in range(5):
+        ends.append(setting.reporter.read().first_end)
+        setting.step(0.4 * ENDS_EVERY_S)
+    assert ends[0] == ends[1] == ends[2]
+    assert ends[3] == ends[4] == pytest.approx(ends[0] - 3, abs=0.5)
+
+
+def test_outputs_that_were_cut_short_say_nothing_of_ends() -> None:
+    setting = expecting(Setting(num_blocks=1000), 20)
+    for number in range(100):
+        setting.add(make_request(f"cut{number}", [number % 50, 49], max_tokens=20, ignore_eos=True))
+        setting.step()
+        setting.scheduler.abort(f"cut{number}")
+    assert setting.scheduler.state.output_lengths.sorted == [20] * ENOUGH
