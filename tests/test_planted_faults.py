@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import multiprocessing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ from tests.planted_faults.__main__ import ListError, check
 from tests.planted_faults.catalog import FAULTS
 from tests.planted_faults.estimate import Estimate
 from tests.planted_faults.fault import Fault
-from tests.planted_faults.tree import COPIED, ROOT, Times
+from tests.planted_faults.tree import COPIED, OUTPUT, ROOT, Times, run_tests
 from tests.planted_faults.verdict import Verdict, passes, summary
 
 SOUND = Fault(
@@ -100,6 +102,38 @@ def test_the_fastest_tests_of_the_fastest_file_come_first() -> None:
     session = SimpleNamespace(items=[SimpleNamespace(nodeid=nodeid) for nodeid in ids])
     Times({"a.py::test_x": 3.0, "a.py::test_z": 1.0, "b.py::test_y": 2.0}).pytest_collection_finish(session)
     assert [item.nodeid for item in session.items] == [ids[1], ids[3], ids[2], ids[0]]
+
+
+PARSES_WHILE_IT_IS_COLLECTED = """
+import ast
+
+
+class Task:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        ast.parse("1")
+
+
+def test():
+    for _ in range(100):
+        Task()
+    raise ValueError
+"""
+
+
+def test_a_test_that_fails_is_told_from_one_that_does_not_run(tmp_path: Path) -> None:
+    """Python 3.11 may raise a SystemError where garbage is collected while a file is parsed for a traceback."""
+    (tmp_path / "tests").mkdir()
+    filler = "".join(f"x{number} = [{number}, 1]\n" for number in range(5_000))
+    (tmp_path / "tests" / "test_it.py").write_text(PARSES_WHILE_IT_IS_COLLECTED + filler)
+    process = multiprocessing.get_context("spawn").Process(
+        target=run_tests, args=(str(tmp_path), ["test_it.py"], False, {})
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 1, (tmp_path / OUTPUT).read_text()
 
 
 def test_what_the_tests_import_is_copied() -> None:

@@ -30,7 +30,7 @@ class PrefillShares:
 
     def __init__(self) -> None:
         self.begun = False
-        self.held_back: list[Sequence] = []  # running ones that got less than they wanted, in order
+        self.held_back: list[Sequence] = []  # running ones that got less than they wanted
         self.limited = False  # whether any got less than it wanted
         self.quotas: dict[Account, int] = {}  # tokens left for each client
         self._saved = math.inf  # tokens for short prompts

@@ -393,7 +393,9 @@ def _share_rest(state: SchedulerState, plan: StepPlan) -> None:
 
     Without any, admission still counts who lacks blocks: it did not look at those that got no share.
     """
-    shares, held_back = state.shares, list(state.shares.held_back)
+    shares = state.shares
+    # Those that this step has started may come before others.
+    held_back = sorted(shares.held_back, key=lambda sequence: sequence.order)
     if plan.budget_left > 0:
         if shares.quotas:
             lengthen_held_back(state, plan, held_back, shares.quotas)

@@ -491,4 +491,25 @@ FLEET: list[Fault] = [
         ("app/fleet/test_scale_from_zero.py",),
         "a defect in a wake-up call is in the log only",
     ),
+    Fault(
+        "app/channel/engine_calls.py",
+        ").bind(None, *",
+        ").bind_partial(None, *",
+        _CALLS,
+        "a call that lacks an argument passes for one to another version",
+    ),
+    Fault(
+        "app/channel/engine_calls.py",
+        "        except TypeError:\n            return False\n",
+        "        except TypeError:\n            return True\n",
+        _CALLS,
+        "what no version of a replica takes passes for a call to another version",
+    ),
+    Fault(
+        "app/channel/failures.py",
+        "f\"Tried to call a method '{call.name}' that does not exist\"",
+        '"Tried to call a method \'"',
+        _CALLS,
+        "another method that a replica lacks passes for the one that was called",
+    ),
 ]

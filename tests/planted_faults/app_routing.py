@@ -11,6 +11,15 @@ _COST = ("app/routing/test_cost.py", "app/routing/test_choice.py")
 _SUBSET = ("app/routing/test_subset.py",)
 _SUBSET_CLIENT = ("app/fleet/test_subset_of_replicas.py",)
 _LEDGER = ("app/routing/test_ledger.py", "app/routing/test_ledger_index.py")
+_CHOOSER = (
+    *_LEDGER,
+    "app/routing/test_decisions.py",
+    "app/routing/test_policies.py",
+    "app/routing/test_routing_admission.py",
+    "app/routing/test_routing_failure_modes.py",
+    "app/routing/test_routing_failure_modes_index.py",
+    "app/routing/test_routing_failure_modes_requests.py",
+)
 
 ROUTING: list[Fault] = [
     Fault(
@@ -257,5 +266,89 @@ ROUTING: list[Fault] = [
         "        return set(self._ledger.routable())\n",
         _SUBSET_CLIENT,
         "replicas outside an ingress's subset keep their prefixes when all caches are emptied",
+    ),
+    Fault(
+        "app/routing/guarded_index.py",
+        "        self._index.expire(now)\n",
+        "",
+        _LEDGER,
+        "a request follows claims whose deadline has passed",
+    ),
+    Fault(
+        "app/routing/guarded_index.py",
+        "        except Exception:  # noqa: BLE001  (as in run; an error here makes no block wrong)\n            self._faults.add()\n",
+        "        except Exception:  # noqa: BLE001\n            pass\n",
+        _LEDGER,
+        "a defect in claims is counted nowhere",
+    ),
+    Fault(
+        "app/routing/guarded_index.py",
+        "            self._faults.add()\n            if self._index is not None:\n",
+        "            self._faults.add()\n            if False:\n",
+        _LEDGER,
+        "a replica whose blocks are wrong after a defect gets requests for them",
+    ),
+    Fault(
+        "app/routing/routable_replicas.py",
+        "            replicas = that_stay(replicas, likely_victims)\n",
+        "",
+        ("app/fleet/test_drain.py",),
+        "an attempt that failed goes on at a replica that stops next",
+    ),
+    Fault(
+        "app/routing/routable_replicas.py",
+        "max(replicas, key=lambda state: state.build.started_at)",
+        "min(replicas, key=lambda state: state.build.started_at)",
+        ("app/fleet/test_drain.py",),
+        "streams move to replicas of the version that goes",
+    ),
+    Fault(
+        "app/routing/chooser.py",
+        "        self._outdated.clear()\n",
+        "",
+        _CHOOSER,
+        "each report takes longer than the one before",
+    ),
+    Fault(
+        "app/routing/chooser.py",
+        "view_of(state, mean, now, self",
+        "view_of(state, mean, state.reported_at, self",
+        _CHOOSER,
+        "a replica that has not reported seems to have done all its work",
+    ),
+    Fault(
+        "app/routing/chooser.py",
+        "decision.shared_blocks, output, request.retry)",
+        "decision.shared_blocks, output, False)",
+        _CHOOSER,
+        "a request that is sent again teaches that prefixes are lost",
+    ),
+    Fault(
+        "app/routing/chooser.py",
+        "        self.by_prefix = policy is Policy.PREFIX\n",
+        "        self.by_prefix = True\n",
+        _CHOOSER,
+        "a policy that goes by load alone still keeps claims",
+    ),
+    Fault(
+        "app/routing/chooser.py",
+        "        state.view = None\n",
+        "",
+        ("app/routing/test_decisions.py::test_what_one_replica_teaches_of_steps_counts_for_all_at_once",),
+        "what one replica teaches of steps counts for another only once that has reported",
+    ),
+    Fault(
+        "app/routing/chooser.py",
+        "replace(state.load, prefill_rate=mean.prefill_rate)",
+        "state.load",
+        _CHOOSER,
+        "a replica that has computed no prompt yet gets every request",
+    ),
+    Fault(
+        "app/routing/chooser.py",
+        "request._replace(keys=())",
+        "request",
+        _CHOOSER,
+        "keys that make the choice fail make the way out of it fail, too",
     ),
 ]

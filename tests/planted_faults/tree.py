@@ -136,7 +136,9 @@ def run_tests(folder: str, tests: list[str], limits: bool, before: Mapping[str, 
     os.dup2(output, 2)
     import pytest  # the tests' own, in their own process
 
-    options = ["-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
+    # Tracebacks are Python's own: for its own, pytest parses whole files, and on some releases of Python 3.11 that
+    # raises a SystemError if a task with an exception, which is then logged, is collected meanwhile.
+    options = ["-x", "-q", "--tb=native", "-p", "no:randomly", "-p", "no:cacheprovider"]
     if not limits:
         options.append("--timeout=0")  # a test that fails for its slowness would pass for one that notices
     times = Times(before)

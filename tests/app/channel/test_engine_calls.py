@@ -80,8 +80,10 @@ def test_a_replica_without_the_method_is_of_another_version(call: EngineCall) ->
     ):
         assert not is_defect(one, call)
         assert reason_of(one, 1.0, call) == "it runs a different version of Quire than this ingress"
-    other = RayServeException("the replica is shutting down")
-    assert reason_of(other, 1.0, call) == "the replica is shutting down"
+    with pytest.raises(RayServeException, match="does not exist") as other:
+        wrapper.get_user_method_info("another")  # which the method calls in turn
+    for message in ("the replica is shutting down", str(other.value)):
+        assert reason_of(RayServeException(message), 1.0, call) == message
 
 
 @pytest.mark.parametrize("words", REFUSALS)

@@ -34,12 +34,17 @@ def test_one_for_each_live_request_at_once_and_then_no_faster_than_it_refills() 
     run_virtually(test())
 
 
+def spent() -> ResubmissionBudget:
+    """One that time does not fill."""
+    budget = ResubmissionBudget(lambda: 0, lambda: 0.0)
+    assert all(budget._take() for _ in range(int(FLOOR)))
+    assert not budget._take()
+    return budget
+
+
 def test_each_submission_adds_a_share() -> None:
     async def test() -> None:
-        budget = ResubmissionBudget(lambda: 0, lambda: 0.0)
-        for _ in range(int(FLOOR)):
-            assert budget._take()
-        assert not budget._take()
+        budget = spent()
         for _ in range(round(10 / SHARE)):
             budget.submitted()
         assert sum(budget._take() for _ in range(20)) in (9, 10)
@@ -49,9 +54,7 @@ def test_each_submission_adds_a_share() -> None:
 
 def test_a_request_that_leaves_while_it_waits_is_not_counted() -> None:
     async def test() -> None:
-        budget = ResubmissionBudget(lambda: 0, lambda: 0.0)
-        while budget._take():
-            pass
+        budget = spent()
         job = asyncio.ensure_future(budget.take())
         await asyncio.sleep(1.0)
         assert budget.waiting == 1

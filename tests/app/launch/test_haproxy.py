@@ -41,13 +41,17 @@ NEIGHBOR = ("127.0.0.2", 0)
 
 @dataclass
 class Ingress:
-    """Answers to /ready, and to anything else never; notes what it is asked, and which clients leave."""
+    """Answers to /ready, to /long once it is ``finishing``, and to anything else never.
+
+    Notes what it is asked, and which clients leave.
+    """
 
     answer: bytes = b"own"
     media_type: bytes = b"application/json"
     asked: int = 0
     left: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
     last_head: bytes = b""
+    finishing: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = b""
@@ -58,8 +62,10 @@ class Ingress:
                     await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
                 if path not in (b"/ready", b"/-/healthz"):
                     self.asked += 1
-                    await reader.read(1)
-                    raise ConnectionError
+                    if path != b"/long":
+                        await reader.read(1)
+                        raise ConnectionError
+                    await self.finishing.wait()
                 headers = b"content-type: %s\r\ncontent-length: %d\r\n" % (self.media_type, len(self.answer))
                 writer.write(b"HTTP/1.1 200 OK\r\n" + headers + b"\r\n" + self.answer)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -424,14 +430,13 @@ def test_it_dies_with_its_parent_and_lets_answers_end(setting: Setting) -> None:
             assert parent.stdout is not None
             process = psutil.Process(int(await parent.stdout.readline()))
             await setting.until(b"own")
-            writer = await setting.open()
-            writer.write(b"GET /long HTTP/1.1\r\nhost: x\r\n\r\n")
+            long = asyncio.create_task(setting.get("/long"))
             await until(lambda: ingress.asked > 0)
             parent.kill()
             await parent.wait()
             await setting.until_refused()
-            assert process.status() != psutil.STATUS_ZOMBIE, "the answer goes on"
-            writer.close()
+            ingress.finishing.set()
+            assert (await long).endswith(b"own"), "the answer goes on"
             await until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
     run(use)

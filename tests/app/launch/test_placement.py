@@ -126,6 +126,13 @@ def test_too_many_processors_asked_for() -> None:
     placement.check_cpus(served(engine_cpus=0), [{"CPU": 2.0}])
 
 
+def test_shares_of_a_processor_that_fit_exactly_fit() -> None:
+    models = both({"engine_replicas": 7}, {"engine_replicas": 3}, engine_cpus=0.1)
+    placement.check_cpus(models, [{"CPU": 1.0}])
+    with pytest.raises(ConfigError, match=r"models: one: .* for 6 of 7"):
+        placement.check_cpus(models, [{"CPU": 0.95}])
+
+
 def test_on_one_node_there_is_room_for_a_successor() -> None:
     """A deploy starts new replicas before it stops old ones; threads do not shrink for it."""
     for cores, replicas in ((2.0, 1), (2.0, 2), (16.0, 1), (64.0, 5)):
@@ -381,6 +388,15 @@ def test_a_node_is_asked_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [node("head", CPU=0.0), node("a", CPU=8.0), node("b", CPU=8.0), node("dead", False, CPU=8.0)]
     monkeypatch.setattr(placement.ray, "nodes", lambda: nodes)
     assert placement.engine_nodes(options()) == {"a": "a.local", "b": "b.local"}
+
+
+def test_which_node_is_rays_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"NodeID": "head", "Resources": {"CPU": 4.0, "node:__internal_head__": 1.0}},
+        {"NodeID": "other", "Resources": {"CPU": 4.0}},
+    ]
+    monkeypatch.setattr(placement.ray, "nodes", lambda: nodes)
+    assert [placement.on_head(name) for name in ("head", "other", "gone")] == [True, False, False]
 
 
 def both(one: dict[str, Any], other: dict[str, Any], **args: Any) -> tuple[config.ServedModel, ...]:

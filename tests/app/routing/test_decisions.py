@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_cases import LOADS
-from routing_support import BLOCK, Fleet, prefix, view
+from routing_support import BLOCK, IDLE, Fleet, prefix, view
 
 from app.routing import chooser
 from app.routing.ledger import Ledger
@@ -104,6 +104,16 @@ def test_any_sequence_of_calls_keeps_totals_and_views_current(
     assert not any(fleet.ledger.load().values())
 
 
+def test_what_one_replica_teaches_of_steps_counts_for_all_at_once() -> None:
+    fleet = Fleet(2)
+    for _ in range(4):
+        fleet.send(100)
+    for rows in range(1, 40):
+        load = replace(IDLE, running=rows, kv_tokens=rows * 100, step_seconds=0.01 + 0.001 * rows)
+        fleet.report(fleet.routes[0], load)
+        check(fleet.ledger)
+
+
 def test_a_burst_of_decisions_makes_one_view_anew_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     original = chooser.view_of
@@ -117,3 +127,5 @@ def test_a_burst_of_decisions_makes_one_view_anew_for_each(monkeypatch: pytest.M
     for name in range(20):
         fleet.send(1607, prefix(name, 100))
     assert len(made) == 19
+    fleet.report(fleet.routes[0])
+    assert not fleet.ledger._chooser._outdated, "else each report takes longer than the one before"

@@ -95,6 +95,30 @@ def test_a_route_closes_though_the_index_cannot_forget_its_replica(
     assert ledger.faults == faults
 
 
+@pytest.mark.parametrize(("method", "faults"), [("claim", 1), ("withdraw", 1), ("expire", 2)])
+def test_a_defect_in_claims_is_counted_and_fails_no_request(
+    monkeypatch: pytest.MonkeyPatch, method: str, faults: int
+) -> None:
+    index = KvIndex()
+    ledger = Ledger(index=index)
+    ledger.open(A)
+    monkeypatch.setattr(index, method, fail)
+    ledger.expect(1)
+    assert ledger.book(RoutingMeta("r", 1, 50, 5, keys=[1, 2, 3])).route == A
+    assert ledger.release(1)
+    assert ledger.faults == faults  # claims expire at the choice and at the release
+
+
+def test_keys_that_no_choice_can_use_fail_no_request() -> None:
+    ledger = Ledger(index=KvIndex())
+    for route in (A, B):
+        ledger.open(route)
+    ledger.expect(1)
+    wrong: Any = ["a", "b"]
+    assert ledger.book(RoutingMeta("r", 1, 50, 5, keys=wrong)).reason == "fault"
+    assert ledger.release(1)
+
+
 def test_an_index_that_cannot_drop_a_replica_after_a_defect_counts_two_faults(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

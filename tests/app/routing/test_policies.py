@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from routing_support import IDLE, Fleet, prefix, prompt
+from index_support import claimed
+from routing_support import BLOCK, IDLE, Fleet, prefix, prompt
 
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import NoRouteError, Route
 from app.routing.load import LoadReport
 from app.routing.policies import Policy, rendezvous
+from app.routing.replica_state import LONGEST_CLAIM_S
 
 # ---- bursts and load
 
@@ -41,6 +43,30 @@ def test_burst_of_requests_without_a_full_block_spreads() -> None:
     fleet = Fleet(4)
     chosen = Counter(fleet.send(9, [], 4) for _ in range(40))
     assert set(chosen.values()) == {10}
+
+
+def test_a_claim_that_has_ended_counts_no_more_though_nothing_was_heard_since() -> None:
+    fleet = Fleet(2)
+    cold = prefix(1, 50)
+    sent = fleet.send(*prompt(cold, 0, 9))
+    assert fleet.send(*prompt(cold, 0, 9)) == sent
+    assert fleet.cached == 50 * BLOCK
+    fleet.now += LONGEST_CLAIM_S
+    fleet.send(*prompt(cold, 0, 9))
+    assert fleet.cached == 0
+
+
+def test_a_policy_that_goes_by_load_alone_claims_nothing() -> None:
+    fleet = Fleet(2, Policy.LEAST_TOKENS)
+    fleet.send(*prompt(prefix(1, 5), 0, 9))
+    assert claimed(fleet.index) == 0
+    fleet.ledger.configure(Policy.PREFIX)
+    fleet.send(*prompt(prefix(2, 5), 0, 9))
+    before = claimed(fleet.index)
+    assert before > 0
+    fleet.ledger.configure(Policy.ROUND_ROBIN)
+    fleet.send(*prompt(prefix(3, 5), 0, 9))
+    assert claimed(fleet.index) == before
 
 
 def test_hot_prefix_spills_over_when_its_replica_is_too_busy() -> None:

@@ -59,7 +59,8 @@ class Steps:
         self.scheduler.add(request)
         self.added[request.request_id] = self.number
 
-    def step(self) -> None:
+    def step(self) -> dict[str, int]:
+        """Returns the tokens of each request in this step."""
         plan = self.scheduler.schedule()
         assert plan.chunks
         assert plan.num_tokens <= self.scheduler.state.token_budget
@@ -78,6 +79,7 @@ class Steps:
             self.first_token.setdefault(delta.request_id, self.number)
             if delta.final:
                 self.over[delta.request_id] = self.number
+        return {chunk.sequence.request_id: chunk.length for chunk in plan.chunks}
 
     def until_first_token(self, name: str, most: int = 10_000) -> int:
         """Steps from the arrival of a request to its first token."""
@@ -246,6 +248,55 @@ def test_clients_share_the_tokens_of_a_step() -> None:
         assert steps.until_first_token("other") <= 2 * alone
 
 
+def test_a_client_gets_one_part_of_a_step_however_many_of_its_prompts_run() -> None:
+    steps = Steps(large_scheduler())
+    for number in (3, 2, 1):  # each moved here after the one behind it had begun
+        steps.add(make_request(f"a-{number}", prompt(2_000, number), arrival=float(number), client="a"))
+        steps.step()
+    steps.add(make_request("c", prompt(2_000, 4), arrival=4.0, client="c"))
+    steps.step()
+    assert [each.request_id for each in steps.scheduler.state.running] == ["a-1", "a-2", "a-3", "c"]
+    steps.add(make_request("first", prompt(10, 5), arrival=0.5, client="b"))
+    assert steps.step() == {"first": 10, "a-1": BUDGET - 10 - BUDGET // 3, "c": BUDGET // 3}
+
+
+def test_a_client_of_worse_priority_takes_no_part_of_a_step_from_those_of_the_best() -> None:
+    steps = Steps(large_scheduler())
+    for client, priority in [("a", 0), ("b", 0), ("worse", 1)]:
+        steps.add(make_request(client, prompt(2_000, client), client=client, priority=priority))
+    assert steps.step() == {"a": BUDGET // 2, "b": BUDGET // 2}
+
+
+def test_a_short_prompt_of_worse_priority_takes_no_tokens_that_a_long_one_lacks() -> None:
+    steps = Steps(large_scheduler())
+    steps.add(make_request("long", prompt(1_000, 0)))
+    steps.step()
+    steps.add(make_request("short", prompt(16, 1), priority=1))
+    for _ in range(2):
+        assert steps.step() == {"long": BUDGET}
+    assert steps.step() == {"long": 1_000 - 3 * BUDGET, "short": 16}
+
+
+def test_a_prompt_that_moved_here_gets_tokens_in_its_place() -> None:
+    """Of one client: before those that run and come later, and after those that come first."""
+    steps = Steps(large_scheduler())
+    steps.add(make_request("third", prompt(2_000, 3), arrival=3.0))
+    assert steps.step() == {"third": BUDGET}
+    steps.add(make_request("first", prompt(2_000, 1), arrival=1.0))
+    assert steps.step() == {"first": BUDGET}
+    steps.add(make_request("second", prompt(2_000, 2), arrival=2.0))
+    assert steps.step() == {"first": BUDGET}
+
+
+def test_what_one_that_does_not_fit_leaves_goes_to_a_running_prompt_before_later_ones() -> None:
+    steps = Steps(large_scheduler(num_blocks=200))
+    steps.add(make_request("runs", prompt(2_000, 3), arrival=3.0))
+    steps.step()
+    steps.add(make_request("large", prompt(3_000, 2), arrival=2.0))
+    steps.add(make_request("later", prompt(300, 4), arrival=4.0))
+    assert steps.step() == {"runs": BUDGET}
+
+
 Size = tuple[int, int]
 """Tokens of a prompt and of an output."""
 
@@ -349,7 +400,7 @@ def test_with_more_slots_than_blocks_for_large_requests_none_falls_behind() -> N
 
 
 def test_a_client_that_lacks_tokens_in_a_step_loses_no_slot_to_those_behind_it() -> None:
-    check_shares(16, {"a": (400, 8), "b": (400, 8), "c": (400, 1), "d": (60, 8)}, 24, num_steps=500)
+    check_shares(10, {"a": (60, 8), "b": (1500, 1)}, 2, guest=(16, 1), at_once=1, pause=2)
 
 
 def test_a_client_of_short_prompts_gets_its_part_of_the_tokens_that_another_leaves() -> None:
@@ -359,6 +410,13 @@ def test_a_client_of_short_prompts_gets_its_part_of_the_tokens_that_another_leav
 def enter(queue: FairQueue, client: str, work: float, next_start: float) -> Ticket:
     return queue.enter(
         client, (0,), client=client, priority=0.0, arrival=1.0, work=work, oldest=0.0, next_start=next_start
+    )
+
+
+def queue_request(queue: FairQueue, arrival: float) -> Ticket:
+    """Of the only client."""
+    return queue.enter(
+        f"{arrival}", (0,), client="a", priority=0.0, arrival=arrival, work=10.0, oldest=0.0, next_start=0.0
     )
 
 
@@ -380,6 +438,25 @@ def test_a_client_is_brought_up_to_others_unless_it_waits() -> None:
     for ticket in (first, second, third, fourth):
         queue.leave(ticket)
     assert enter(queue, "a", 10.0, 100.0).start == 110.0, "what was charged too much before is no credit"
+
+
+def test_a_client_that_takes_back_what_waits_is_brought_up_to_others() -> None:
+    queue = FairQueue()
+    first, waits = enter(queue, "a", 10.0, math.inf), enter(queue, "a", 10.0, 0.0)
+    others = [enter(queue, "b", 100.0, 0.0) for _ in range(2)]
+    for ticket in (first, *others):
+        queue.begin(ticket, 1)
+    queue.leave(waits)
+    assert enter(queue, "a", 10.0, math.inf).start == 100.0
+
+
+def test_a_request_that_moved_keeps_its_start_when_others_change() -> None:
+    queue = FairQueue()
+    first, second = (queue_request(queue, arrival) for arrival in (5.0, 6.0))
+    queue.begin(first, 10)
+    moved, third = (queue_request(queue, arrival) for arrival in (1.0, 7.0))
+    assert queue.settle() == [second]
+    assert [each.start for each in (moved, first, second, third)] == [0.0, 0.0, 20.0, 30.0]
 
 
 def test_a_client_that_waits_is_not_brought_up_to_the_start_that_its_own_request_is_about_to_leave() -> None:
@@ -561,3 +638,17 @@ def test_accounts_of_clients_that_are_gone_are_forgotten() -> None:
         queue.begin(ticket, 1)
         queue.leave(ticket)
     assert len(keep.account.level.accounts) < 300
+
+
+def test_what_a_client_has_had_is_not_forgotten_before_others_have_had_as_much() -> None:
+    queue = FairQueue()
+    enter(queue, "keep", 1.0, math.inf)
+    heavy = enter(queue, "heavy", 1000.0, 0.0)
+    queue.begin(heavy, 1000)
+    queue.leave(heavy)
+    for number in range(200):
+        ticket = enter(queue, f"t{number}", 1.0, 0.0)
+        queue.begin(ticket, 1)
+        queue.leave(ticket)
+    assert len(heavy.account.level.accounts) < 150
+    assert enter(queue, "heavy", 1.0, 0.0).start == 1000.0
