@@ -288,6 +288,15 @@ def test_a_prompt_that_moved_here_gets_tokens_in_its_place() -> None:
     assert steps.step() == {"first": BUDGET}
 
 
+def test_what_is_left_goes_to_a_waiting_prompt_before_a_running_one_that_comes_later() -> None:
+    steps = Steps(large_scheduler())
+    steps.add(make_request("third", prompt(2_000, 3), arrival=3.0))
+    steps.step()
+    steps.add(make_request("first", prompt(BUDGET * 3 // 4, 1), arrival=1.0))  # a quarter is for short ones
+    steps.add(make_request("second", prompt(2_000, 2), arrival=2.0))
+    assert steps.step() == {"first": BUDGET * 3 // 4, "second": BUDGET // 4}
+
+
 def test_what_one_that_does_not_fit_leaves_goes_to_a_running_prompt_before_later_ones() -> None:
     steps = Steps(large_scheduler(num_blocks=200))
     steps.add(make_request("runs", prompt(2_000, 3), arrival=3.0))
