@@ -40,14 +40,27 @@ static inline vf exp_negative(vf x) {
     return bit_cast<vf>((bit_cast<vi>(y) + (bit_cast<vi>(shifted) << 23)) & ~tiny);
 }
 
-// A standard exponential number, above 0; engine/execution/random.py has the formula.
-static double exponential(uint64_t key, uint64_t candidate) {
+// A number between 0 and 1, of which -log is a standard exponential; engine/execution/random.py has the formula.
+static double uniform(uint64_t key, uint64_t candidate) {
     uint64_t z = key + (candidate + 1) * GOLDEN;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
     z ^= z >> 31;
-    return -std::log((static_cast<double>(z >> 12) + 0.5) * 0x1p-52);
+    return (static_cast<double>(z >> 12) + 0.5) * 0x1p-52;
 }
+
+// A race of exponentials with weights: the first one wins.
+struct Race {
+    int64_t winner;
+    double first = std::numeric_limits<double>::infinity();
+
+    // Since -log(u) >= 1 - u, most that are too late are known without a logarithm.
+    void enter(int64_t number, double u, double weight) {
+        if ((1.0 - u) * (1.0 - 1e-9) > first * weight) return;
+        const double time = -std::log(u) / weight;
+        if (time < first) first = time, winner = number;
+    }
+};
 
 struct Row {
     const float* logits;
@@ -142,11 +155,7 @@ static void collect(const Compared& all, float cut, Weights& found) {
     int64_t count = 0;
     for (size_t i = 0; i < all.weights.size(); i += CHECKED) {
         if (all.below(i, cut)) continue;
-        const float* w = &all.weights[i];
-        for (int64_t j = 0; j < CHECKED; ++j) {  // no branch: it would be guessed wrong half of the time
-            found[count] = w[j];
-            count += w[j] >= cut;
-        }
+        for (int j = 0; j < 4; ++j) count += store_from(&found[count], load(&all.weights[i + j * LANES]), cut);
     }
     const int64_t padded = (count + CHECKED - 1) / CHECKED * CHECKED;
     std::fill(found.begin() + count, found.begin() + padded, 0.0f);
@@ -206,23 +215,16 @@ static void group_sums(int64_t groups, float threshold, Space& space) {
 }
 
 static int64_t draw(uint64_t key, int64_t groups, float threshold, const Space& space) {
-    const double infinite = std::numeric_limits<double>::infinity();
-    double first = infinite;
-    int64_t group = 0;
-    for (int64_t g = 0; g < groups; ++g) {
-        if (space.sums[g] == 0.0f) continue;
-        const double time = exponential(key, g + GROUP_CANDIDATES) / space.sums[g];
-        if (time < first) first = time, group = g;
-    }
-    int64_t token = group;
-    first = infinite;
+    Race among_groups{0};
+    for (int64_t g = 0; g < groups; ++g)
+        if (space.sums[g] != 0.0f) among_groups.enter(g, uniform(key, g + GROUP_CANDIDATES), space.sums[g]);
+    const int64_t group = among_groups.winner;
+    Race within_group{group};
     for (int64_t id = group; id < GROUPS_OF * groups; id += groups) {
         const float weight = space.weights[id];
-        if (weight < threshold || weight == 0.0f) continue;
-        const double time = exponential(key, id) / weight;
-        if (time < first) first = time, token = id;
+        if (weight >= threshold && weight != 0.0f) within_group.enter(id, uniform(key, id), weight);
     }
-    return token;
+    return within_group.winner;
 }
 
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();

@@ -273,6 +273,23 @@ static inline void store_some(T* p, vf v, int n) {
     std::memcpy(p, padded, n * sizeof(T));
 }
 
+// Stores those of `v` that are at least `least`, one after the other, and returns their number; all LANES floats
+// from `p` on may change.
+static inline int store_from(float* p, vf v, float least) {
+#if QUIRE_LANES == 16 && defined(__AVX512F__)
+    const __mmask16 wanted = _mm512_cmp_ps_mask(v, splat(least), _CMP_GE_OQ);
+    store(p, _mm512_maskz_compress_ps(wanted, v));
+    return __builtin_popcount(wanted);
+#else
+    int count = 0;
+    for (int lane = 0; lane < LANES; ++lane) {  // no branch: it would be guessed wrong half of the time
+        p[count] = v[lane];
+        count += v[lane] >= least;
+    }
+    return count;
+#endif
+}
+
 // A unit is 2 * LANES neighbors, held as two vectors. Which element stands in which vector is the type's own
 // business, the same in load_part and store_unit: for bfloat16 the even ones and the odd ones, because one
 // shift or one mask then widens them.
