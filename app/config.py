@@ -272,7 +272,7 @@ def load(args: Mapping[str, Any] | None = None, environment: Mapping[str, str] |
             continue
         option = OPTIONS.get(variable.removeprefix(ENV_PREFIX).lower())
         if option is None or option.group == "launch":
-            logger.warning("%s in the environment sets no option and is ignored", variable)
+            logger.warning("%s", _ignored(variable))
         else:
             values[option.name] = value
     config = _validate(values)
@@ -433,6 +433,16 @@ def _read(option: Option, value: Any) -> Any:
         except ConfigError as error:
             raise ConfigError(f"{option.name}: {error}") from None
     return option.aliases.get(value.lower(), value)
+
+
+def _ignored(variable: str) -> str:
+    """That a variable of the environment has no effect, and what would have one."""
+    name = variable.removeprefix(ENV_PREFIX).lower()
+    if name in OPTIONS:
+        return f"{variable} in the environment is ignored: only the command line sets {name}"
+    meant = nearest(name, [option.name for option in OPTIONS.values() if option.group != "launch"])
+    hint = f"; did you mean {ENV_PREFIX}{meant.upper()}?" if meant else ""
+    return f"{variable} in the environment sets no option and is ignored{hint}"
 
 
 def _unknown(names: list[str], options: Iterable[str]) -> str:

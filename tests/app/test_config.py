@@ -221,10 +221,13 @@ def test_wrong_options_are_named_in_one_line(args: dict[str, object], words: lis
 def test_other_variables_are_passed_over_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Kubernetes sets some for a service called quire; a misspelt option is heard of."""
     kubernetes = {"QUIRE_PORT": "tcp://10.0.0.1:8000", "QUIRE_SERVICE_HOST": "10.0.0.1"}
-    options = config.load({}, {**kubernetes, "QUIRE_ENGINEREPLICAS": "3", "QUIRE_BLOCK_SIZE": "32"})
+    options = config.load({}, {**kubernetes, "QUIRE_MODLE": "x", "QUIRE_BLOCK_SIZE": "32"})
     assert options == config.load({"block_size": 32}, {})
-    warned = [record.getMessage().split()[0] for record in caplog.records]
-    assert warned == ["QUIRE_PORT", "QUIRE_SERVICE_HOST", "QUIRE_ENGINEREPLICAS"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "QUIRE_PORT in the environment is ignored: only the command line sets port",
+        "QUIRE_SERVICE_HOST in the environment sets no option and is ignored",
+        "QUIRE_MODLE in the environment sets no option and is ignored; did you mean QUIRE_MODEL?",
+    ]
 
 
 def test_variables_of_quires_other_parts_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
