@@ -14,6 +14,10 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1,
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# pip says "conflicting dependencies" when it cannot reach the index, and does not name the index.
+NO_TORCH := Could not install torch with $(CONSTRAINTS)$(if $(filter constraints.txt,$(CONSTRAINTS)),. If you cannot \
+reach download.pytorch.org: make CONSTRAINTS=constraints-gpu.txt $(MAKECMDGOALS) (3 GB more disk))
+
 # Dozens of Python processes load this code: each would compile it again, and each worker would rewrite all tests.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -40,7 +44,7 @@ $(READY): pyproject.toml constraints.txt constraints-gpu.txt
 	if [ -e $(READY) ]; then echo "Updating $(VENV): what it needs has changed"; \
 	else echo "Setting up $(VENV) with $(CONSTRAINTS): a few minutes, once"; $(PYTHON) -m venv $(VENV); fi; \
 	set -x; \
-	$(PIP) --retries 2 -c $(CONSTRAINTS) torch setuptools; \
+	$(PIP) --retries 2 -c $(CONSTRAINTS) torch setuptools || { { set +x; } 2>/dev/null; echo '$(NO_TORCH)' >&2; exit 1; }; \
 	$(PIP) -c constraints-gpu.txt --no-build-isolation -e '.[dev]'; \
 	cat $^ > $(READY)
 

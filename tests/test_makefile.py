@@ -82,6 +82,22 @@ def test_the_environment_is_set_up_once_and_updated_when_what_it_needs_changes(c
 
 
 @needs_make
+def test_an_index_out_of_reach_has_a_substitute(checkout: Path) -> None:
+    """pip's own words for an index out of reach are "conflicting dependencies"."""
+    said = {}
+    for constraints in ("constraints.txt", "constraints-gpu.txt"):
+        arguments = ("serve", f"PYTHON={checkout / 'python'}", f"CONSTRAINTS={constraints}")
+        done = run_make(checkout, *arguments, LOG=str(checkout / "log"), PIP_FAILS="1")
+        (said[constraints],) = (line for line in done.stderr.splitlines() if line.startswith("Could not"))
+        assert done.returncode == 2
+    assert said["constraints.txt"] == (
+        "Could not install torch with constraints.txt. If you cannot reach download.pytorch.org: "
+        "make CONSTRAINTS=constraints-gpu.txt serve (3 GB more disk)"
+    )
+    assert said["constraints-gpu.txt"] == "Could not install torch with constraints-gpu.txt"
+
+
+@needs_make
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [
