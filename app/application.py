@@ -117,6 +117,7 @@ def assemble(
         num_replicas=options.ingress.ingress_replicas,
         max_surge_percent=100,
         ray_actor_options={"num_cpus": 0},
+        logging_config={"enable_access_log": False},  # it names the route, "/", and not the path
         user_config={},  # None would keep Serve from calling reconfigure()
         **_common_options(options),
     )
