@@ -38,7 +38,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.wrong_values import must_be
-from engine.errors import ConfigError, nearest, one_line
+from engine.errors import ConfigError, nearest, one_line, shown
 
 ENVIRONMENT = "QUIRE_KEYS"
 """Names keys as ``id:sha256`` pairs, separated by commas."""
@@ -62,9 +62,12 @@ _FIELD = re.compile("[A-Za-z_]{1,32}")
 logger = logging.getLogger(__name__)
 
 
-_ID = re.compile("^[A-Za-z0-9._-]{1,64}$")
+_ID = re.compile(rf"^(?!{PREFIX})[A-Za-z0-9._-]{{1,64}}\Z")  # logs and metrics show it, so no key
+_QUOTED = re.compile(" ?'[^<]{2,}'")
+"""What YAML's errors quote of a file: a tag or an anchor, which may be a key. Tokens (<block end>) stay."""
+
 _FORMS = {
-    "id": "1 to 64 letters, digits, and . _ -",
+    "id": f"1 to 64 letters, digits, and . _ -, and must not begin with {PREFIX}, as keys do",
     "sha256": "64 hexadecimal digits in lower case, the SHA-256 of the key and not the key itself; "
     "`python -m app.api.keys new NAME` makes both",
 }
@@ -74,10 +77,10 @@ _FORMS = {
 class ApiKey(BaseModel):
     """One key and its limits; ``None`` is no limit. Each ingress replica enforces its even share of a rate."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, regex_engine="python-re")  # the other has no (?!
 
     id: str = Field(pattern=_ID.pattern)
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}\Z")
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)  # prompt tokens and output tokens
     concurrent_requests: int | None = Field(default=None, ge=1)
@@ -183,22 +186,35 @@ def _read_file(path: Path) -> tuple[ApiKey, ...]:
     except yaml.MarkedYAMLError as error:  # as text it has the line, which may be one with a key
         mark = error.problem_mark
         where = f"in line {mark.line + 1}: " if mark is not None else ""
-        raise ConfigError(f"the key file {path} cannot be read: {where}{error.problem}") from None
+        problem = _QUOTED.sub("", error.problem or "it is not YAML")
+        raise ConfigError(f"the key file {path} cannot be read: {where}{problem}") from None
     except _UNREADABLE as error:
-        raise ConfigError(f"the key file {path} cannot be read: {one_line(error)}") from error
+        raise ConfigError(f"the key file {path} cannot be read: {_reason(error)}") from None
     try:
         return _KeyList.model_validate(content).keys
     except ValidationError as error:
         raise ConfigError(f"the key file {path} is wrong: {_explain(error.errors()[0], content)}") from None
 
 
+def _reason(error: Exception) -> str:
+    """What is wrong with a file that is not YAML, without what the error may quote of it."""
+    match error:
+        case OSError() | yaml.YAMLError():
+            return one_line(error)
+        case UnicodeError():
+            return "it is not UTF-8"
+        case RecursionError():
+            return "it is nested too deeply"
+    return "one of its dates, numbers or tagged values is not valid"
+
+
 def _explain(error: Mapping[str, Any], content: object) -> str:
     """One of pydantic's errors: entry, field, and what it must be; of values only numbers, as no key is one."""
     kind, loc, value = error["type"], error["loc"], error["input"]
-    if loc[:1] != ("keys",) or len(loc) < 2:
+    entries = content.get("keys") if isinstance(content, Mapping) else None
+    if loc[:1] != ("keys",) or len(loc) < 2 or not isinstance(entries, list):  # a YAML set, too, has entries
         return "it must be a mapping with only keys, a list of entries with id and sha256"
-    entries: Any = content
-    entry = _entry(entries["keys"][loc[1]], loc[1])
+    entry = _entry(entries[loc[1]], loc[1])
     if len(loc) == 2:
         return f"{entry} must be a mapping with id and sha256"
     name = str(loc[2])
@@ -209,14 +225,14 @@ def _explain(error: Mapping[str, Any], content: object) -> str:
         return f"{entry} has {shown_name}, which is not a known field; {hint}"
     if kind == "missing":
         return f"{entry} has no {name}; it must be {_FORMS[name]}"
-    what = f"{name}={value}" if type(value) in (int, float) and name not in _FORMS else name
+    what = f"{name}={shown(value)}" if type(value) in (int, float) and name not in _FORMS else name
     return f"{entry}: {what} {must_be(error, _FORMS.get(name, ''))}"
 
 
 def _entry(entry: object, index: int) -> str:
-    """An entry by its place, from 1, and its id, unless that may be a key."""
+    """An entry by its place, from 1, and its id; a text that is no id may be a key."""
     name = entry.get("id") if isinstance(entry, Mapping) else None
-    named = isinstance(name, str) and _ID.fullmatch(name) and not name.startswith(PREFIX)
+    named = isinstance(name, str) and _ID.fullmatch(name)
     return f"entry {index + 1}{f' ({name})' if named else ''}"
 
 

@@ -112,7 +112,7 @@ def entry(digit: int, **more: object) -> str:
     ("content", "message"),
     [
         ("keys: [", "cannot be read"),
-        ("\xff", "cannot be read"),
+        ("\xff", "cannot be read: it is not UTF-8"),
         (
             "- a",
             "keys.yaml is wrong: it must be a mapping with only keys, a list of entries with",
@@ -139,8 +139,15 @@ def entry(digit: int, **more: object) -> str:
         (entry(0, admin="perhaps"), "entry 1 (a): admin must be true or false"),
         (f"keys: [{{id: a, sha256: '{'0' * 64}'}}, {{id: a, sha256: '{'1' * 64}'}}]", "the same id, a"),
         (f"keys: [{{id: a, sha256: '{'0' * 64}'}}, {{id: b, sha256: '{'0' * 64}'}}]", "the same sha256"),
-        ("[" * 5000, "cannot be read"),
-        ("keys: [{id: 2026-13-45}]", "cannot be read: month must be in 1..12"),
+        ("[" * 5000, "cannot be read: it is nested too deeply"),
+        ("keys: [{id: 2026-13-45}]", "cannot be read: one of its dates, numbers or tagged values is not valid"),
+        ("keys: !!set {a, b}", "it must be a mapping with only keys, a list"),
+        (
+            entry(0, tokens_per_minute=-(10**400)),
+            "tokens_per_minute=an integer of 1329 bits must be at least 1",
+        ),
+        ("keys: [{id: !a b}]", "in line 1: could not determine a constructor for the tag"),
+        (json.dumps({"keys": [{"id": "a\n", "sha256": "0" * 64}]}), "entry 1: id must be 1 to 64 letters"),
         ("keys: !!timestamp x", "cannot be read"),
         ("keys: !!bool x", "cannot be read"),
         ('{"keys": ' + "9" * 5000 + "}", "cannot be read"),
@@ -159,6 +166,16 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, content: str, messa
     [
         "keys: [{id: a, sha256: KEY}]",
         "keys: [{id: KEY, sha256: 1}]",
+        f"keys: [{{id: KEY, sha256: '{'0' * 64}'}}]",
+        f"keys: [{{id: KEY, sha256: '{'0' * 64}'}}, {{id: KEY, sha256: '{'1' * 64}'}}]",
+        "keys: [{id: a, sha256: !KEY }]",
+        "keys: [{id: a, sha256: !!KEY x}]",
+        "keys: [{id: a, sha256: *KEY }]",
+        "keys: [&KEY {id: a}, &KEY {id: b}]",
+        "keys: [{id: a, sha256: !!int KEY}]",
+        "keys: [{id: a, sha256: !!float KEY}]",
+        "keys: [{id: a, sha256: !!bool KEY}]",
+        "keys: !!set {KEY}",
         "keys: [{id: a, key: KEY}]",
         "keys: [{id: a, KEY: 1}]",
         "keys: [KEY]",
@@ -195,6 +212,7 @@ def test_no_error_of_a_wrong_file_shows_a_key(
         ("a", "but in entry 1 sha256 must be 64 hexadecimal digits"),
         (f"a:{'0' * 64}, b c:{'1' * 64}", "but in entry 2 id must be 1 to 64 letters"),
         (f"a:qk_{'k' * 43}", "but in entry 1 sha256 must be"),
+        (f"qk_{'k' * 43}:{'0' * 64}", "but in entry 1 id must be"),
     ],
 )
 def test_wrong_pairs_of_the_environment_are_told_without_a_key(pairs: str, message: str) -> None:
