@@ -46,8 +46,9 @@ def unknown(name: str, known: Collection[str]) -> InvalidRequestError:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """``; did you mean 'stop'?``, or nothing if no ``known`` name is near or means the same elsewhere."""
-    same = [other for group in _SAME if name in group for other in group if other in known]
-    meant = same[0] if same else nearest(name, sorted(known))
+    name = name.lower()
+    same = [other for group in _SAME if name in group for other in group]
+    meant = next((other for other in same if other in known), "") if same else nearest(name, sorted(known))
     return f"; did you mean {meant!r}?" if meant else ""
 
 

