@@ -80,7 +80,11 @@ class EngineOptions:
     max_model_len: int | None = option(
         None, "Maximum length of a sequence (prompt plus output), in tokens. `auto`: the model's", ge=1
     )
-    max_num_seqs: int = option(256, "Maximum number of sequences in one step", ge=1)
+    max_num_seqs: int = option(
+        256,
+        "Maximum number of sequences in one step; at most `token_budget`, or three quarters of a measured one",
+        ge=1,
+    )
     token_budget: int | None = option(
         None,
         "Maximum number of tokens in one step. `auto`: measured at startup so that a step takes about 100 ms "
