@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +40,7 @@ def must_be(error: Mapping[str, Any], form: str = "") -> str:
             return f"must be one of {', '.join(_QUOTED.findall(context['expected']))}"
         case "string_pattern_mismatch":
             return f"must be {form}" if form else f"must match {context['pattern']}"
-        case "string_type" if type(error["input"]) in (int, float, bool):  # as YAML reads it
+        case "string_type" if isinstance(error["input"], int | float | datetime.date):  # as YAML reads it
             return f"must be text, in quotes{': ' if form else ''}{form}"
         case "string_type" if form:
             return f"must be {form}"

@@ -63,8 +63,8 @@ logger = logging.getLogger(__name__)
 
 
 _ID = re.compile(rf"^(?!{PREFIX})[A-Za-z0-9._-]{{1,64}}\Z")  # logs and metrics show it, so no key
-_QUOTED = re.compile(" ?'[^<]{2,}'")
-"""What YAML's errors quote of a file: a tag or an anchor, which may be a key. Tokens (<block end>) stay."""
+_QUOTED = re.compile(r"""('.'|'<[a-z ]+>')|['"].*""", re.DOTALL)
+"""What YAML's errors quote: a sign or a kind of token, or else, up to the end, a tag or anchor, maybe a key."""
 
 _FORMS = {
     "id": f"1 to 64 letters, digits, and . _ -, and must not begin with {PREFIX}, as keys do",
@@ -186,7 +186,7 @@ def _read_file(path: Path) -> tuple[ApiKey, ...]:
     except yaml.MarkedYAMLError as error:  # as text it has the line, which may be one with a key
         mark = error.problem_mark
         where = f"in line {mark.line + 1}: " if mark is not None else ""
-        problem = _QUOTED.sub("", error.problem or "it is not YAML")
+        problem = _QUOTED.sub(lambda found: found[1] or "...", error.problem or "it is not YAML")
         raise ConfigError(f"the key file {path} cannot be read: {where}{problem}") from None
     except _UNREADABLE as error:
         raise ConfigError(f"the key file {path} cannot be read: {_reason(error)}") from None

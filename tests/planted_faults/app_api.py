@@ -55,6 +55,13 @@ API: list[Fault] = [
         "a wrong date in the key file ends every ingress",
     ),
     Fault(
+        "app/api/keys.py",
+        '_QUOTED.sub(lambda found: found[1] or "...", error.problem or "it is not YAML")',
+        "error.problem",
+        ("app/api/test_keys.py",),
+        "an error shows a key that has the form of a tag",
+    ),
+    Fault(
         "app/api/cors.py",
         'if scope["method"] == "POST" and _unasked(headers) and',
         "if False and",

@@ -112,6 +112,8 @@ def entry(digit: int, **more: object) -> str:
     ("content", "message"),
     [
         ("keys: [", "cannot be read"),
+        ("keys: [a b: c}", "cannot be read: in line 1: did not find expected ',' or ']'"),
+        (f"keys: [{{id: 2026-01-01, sha256: '{'0' * 64}'}}]", "entry 1: id must be text, in quotes: 1 to 64"),
         ("\xff", "cannot be read: it is not UTF-8"),
         (
             "- a",
@@ -170,6 +172,7 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, content: str, messa
         f"keys: [{{id: KEY, sha256: '{'0' * 64}'}}, {{id: KEY, sha256: '{'1' * 64}'}}]",
         "keys: [{id: a, sha256: !KEY }]",
         "keys: [{id: a, sha256: !!KEY x}]",
+        "keys: [{id: a, sha256: !it's-KEY x}]",
         "keys: [{id: a, sha256: *KEY }]",
         "keys: [&KEY {id: a}, &KEY {id: b}]",
         "keys: [{id: a, sha256: !!int KEY}]",
