@@ -48,9 +48,9 @@ OTHER_VARIABLES = (
     "QUIRE_URL",
     "QUIRE_LOAD_",
     "QUIRE_PEERS",
-    "QUIRE_RAY_",
+    RAY_COLLECTS,
 )
-"""Prefixes of environment variables that other parts of Quire read."""
+"""Environment variables, or their prefixes, that other parts of Quire read."""
 
 CLIENT_KEY = "QUIRE_API_KEY"
 """Variable with the API key of Quire's own clients. It is not an option, although its name resembles one."""

@@ -183,6 +183,16 @@ def test_who_wakes_a_replica_waits_for_it_to_start() -> None:
     assert config.load({"max_replicas": 2, "min_replicas": 0, **longer}, {}).replica_wait_s == 100
 
 
+@pytest.mark.parametrize("name", ["QUIRE_RAY_DASHBOARD", "QUIRE_RAY_COLLECT", "QUIRE_PORT"])
+def test_a_variable_that_sets_nothing_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    config.load({}, {name: "1"})
+    assert len(caplog.messages) == 1
+    assert name in caplog.text
+    caplog.clear()
+    config.load({}, {config.RAY_COLLECTS: "0"})
+    assert caplog.messages == []
+
+
 def test_environment_wins() -> None:
     environment = {"QUIRE_MAX_NUM_SEQS": "7", "QUIRE_CACHE": "/somewhere", "OTHER": "1"}
     assert config.load({"max_num_seqs": 9}, environment).engine.max_num_seqs == 7
