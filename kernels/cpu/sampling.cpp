@@ -117,7 +117,8 @@ static int64_t count_above(const Compared& some, float cut) {
     return total;
 }
 
-// The weights of `row`, followed by zeros up to a multiple of CHECKED, and the highest of each CHECKED.
+// The weights that `weigh` gives `logits`, followed by zeros up to a multiple of CHECKED, and the highest of each
+// CHECKED; one that is no number counts as 0 there, and as below any cut.
 template <class Weigh>
 static void fill_weights(const float* logits, int64_t vocab, Space& space, const Weigh& weigh) {
     const int64_t padded = (vocab + CHECKED - 1) / CHECKED * CHECKED;
