@@ -69,7 +69,7 @@ def _checked(args: dict[str, Any], replica_class: type | None, tries: Mapping[st
     models = config.served_models(options)
     placement.check_gpus(models, placement.cluster_nodes())
     room = check_models(models)
-    placement.warn_of_cpus(models, *placement.nodes_and_free(), placement.running_replicas())
+    placement.warn_of_lack(models, *placement.nodes_and_free(), placement.running_replicas())
     if serving.haproxy_expected() and not serving.haproxy_enabled():
         logger.warning(
             "Serve was started without HAProxy, so responses pass through its slower built-in proxy; run "

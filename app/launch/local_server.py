@@ -147,7 +147,7 @@ class LocalServer:
 
         nodes = placement.cluster_nodes()
         placement.check_gpus(models, nodes)
-        placement.check_cpus(models, nodes)
+        placement.check_room(models, nodes)
         if "models" in args:
             os.environ.pop(f"{ENV_PREFIX}MODELS", None)  # the path of a file, which has been read
         self._args, self._models, self._say = args, models, say

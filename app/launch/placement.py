@@ -206,19 +206,19 @@ def _check_gpus(options: AppConfig, nodes: Sequence[Resources]) -> None:
     raise ConfigError(f"{number} and {lack}; {fix}, or let more nodes with GPUs join first")
 
 
-def check_cpus(models: Sequence[ServedModel], nodes: Sequence[Resources]) -> None:
-    """Check that ``nodes`` have the CPUs that the engine replicas ask for, at their maximum number.
+def check_room(models: Sequence[ServedModel], nodes: Sequence[Resources]) -> None:
+    """Check that ``nodes`` have the CPUs and GPUs that the engine replicas ask for, at their maximum number.
 
     Raises:
         ConfigError: some replica would never start.
     """
     for model in models:
-        lack = _lack_of_cpus(model, models, nodes)
+        lack = _lack(model, models, nodes)
         if lack:
             raise ConfigError(lack)
 
 
-def warn_of_cpus(
+def warn_of_lack(
     models: Sequence[ServedModel],
     nodes: Sequence[Resources],
     free: Sequence[Resources],
@@ -233,7 +233,7 @@ def warn_of_cpus(
         return
     for model in models:
         scaling = model.options.scaling
-        lack = _lack_of_cpus(model, models, _with_gpus(nodes, nodes))
+        lack = _lack(model, models, _with_gpus(nodes, nodes))
         run, room = running.get(model.deployment, 0), _fit(model, nodes, free)
         if scaling.engine_cpus is None and not _usable(model.options, nodes):
             logger.warning(
@@ -273,7 +273,7 @@ def warn_of_cpus(
                 )
 
 
-def _lack_of_cpus(model: ServedModel, models: Sequence[ServedModel], nodes: Sequence[Resources]) -> str:
+def _lack(model: ServedModel, models: Sequence[ServedModel], nodes: Sequence[Resources]) -> str:
     """What is wrong if some replica of ``model`` would never start on ``nodes``, and what to change."""
     scaling = model.options.scaling
     each = actor_options(model, nodes)["num_cpus"]
@@ -289,7 +289,7 @@ def _lack_of_cpus(model: ServedModel, models: Sequence[ServedModel], nodes: Sequ
         )
     return (
         f"models: {model.name}: after the other models, there are {short} for {room} of {scaling.upper_limit} "
-        f"engine replicas with {amount} each; {cure} of some"
+        f"engine replicas with {amount} each; {cure} for some"
     )
 
 
@@ -297,7 +297,8 @@ def _short_of(model: ServedModel, nodes: Sequence[Resources], free: Sequence[Res
     """What of ``free`` limits the number of a model's engine replicas, and how much of it each one takes."""
     if _fit(model, nodes, _with_gpus(nodes, free)) > _fit(model, nodes, free):
         return "GPUs", "1 GPU"
-    return "CPUs", f"{actor_options(model, nodes)['num_cpus']:g} CPUs"
+    cpus = actor_options(model, nodes)["num_cpus"]
+    return "CPUs", f"{cpus:g} CPU{'' if cpus == 1 else 's'}"
 
 
 def _with_gpus(nodes: Sequence[Resources], free: Sequence[Resources]) -> list[Resources]:

@@ -297,8 +297,8 @@ DEPLOYS: list[Fault] = [
     ),
     Fault(
         "app/launch/placement.py",
-        "_lack_of_cpus(model, models, _with_gpus(nodes, nodes))",
-        "_lack_of_cpus(model, models, nodes)",
+        "_lack(model, models, _with_gpus(nodes, nodes))",
+        "_lack(model, models, nodes)",
         _PLACEMENT,
         "a lack of GPUs that may still join is reported as one of CPUs",
     ),

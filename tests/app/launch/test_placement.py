@@ -42,7 +42,7 @@ def test_replicas_of_a_node_fit_its_cores(cores: float) -> None:
         each = placement.actor_options(given, [{"CPU": cores}])["num_cpus"]
         assert each > 0
         assert round(each * 10_000) * replicas <= cores * 10_000  # Ray counts in these units
-        placement.check_cpus([given], [{"CPU": cores}])
+        placement.check_room([given], [{"CPU": cores}])
 
 
 def test_on_several_nodes_engines_ask_for_a_place_and_no_share_of_the_processors() -> None:
@@ -86,9 +86,9 @@ def test_where_replicas_follow_demand_there_is_room_for_all_that_may_be() -> Non
     given = one(max_replicas=4)
     assert placement.actor_options(given, [{"CPU": 8.0}] * 2) == places(2, 0.5)
     for nodes in ([{"CPU": 8.0}], [{"CPU": 8.0}] * 2):
-        placement.check_cpus([given], nodes)
+        placement.check_room([given], nodes)
     with pytest.raises(ConfigError, match=r"for 2 of 4 engine replicas .* lower max_replicas or engine_cpus"):
-        placement.check_cpus(served(max_replicas=4, engine_cpus=4), [{"CPU": 8.0}])
+        placement.check_room(served(max_replicas=4, engine_cpus=4), [{"CPU": 8.0}])
 
 
 def test_gpus_that_demand_may_want_can_join_later(caplog: pytest.LogCaptureFixture) -> None:
@@ -120,17 +120,17 @@ def test_build_refuses_what_the_cluster_cannot_hold(monkeypatch: pytest.MonkeyPa
 
 def test_too_many_processors_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"for 0 of 2 engine replicas with 4 CPUs each; lower .* engine_cpus"):
-        placement.check_cpus(served(engine_replicas=2, engine_cpus=4), [{"CPU": 2.0}])
+        placement.check_room(served(engine_replicas=2, engine_cpus=4), [{"CPU": 2.0}])
     with pytest.raises(ConfigError, match=r"for 0 of 1 engine replicas with 4 CPUs each; lower engine_cpus$"):
-        placement.check_cpus(served(engine_cpus=4), [{"CPU": 2.0}])
-    placement.check_cpus(served(engine_cpus=0), [{"CPU": 2.0}])
+        placement.check_room(served(engine_cpus=4), [{"CPU": 2.0}])
+    placement.check_room(served(engine_cpus=0), [{"CPU": 2.0}])
 
 
 def test_shares_of_a_processor_that_fit_exactly_fit() -> None:
     models = both({"engine_replicas": 7}, {"engine_replicas": 3}, engine_cpus=0.1)
-    placement.check_cpus(models, [{"CPU": 1.0}])
+    placement.check_room(models, [{"CPU": 1.0}])
     with pytest.raises(ConfigError, match=r"models: one: .* for 6 of 7"):
-        placement.check_cpus(models, [{"CPU": 0.95}])
+        placement.check_room(models, [{"CPU": 0.95}])
 
 
 def test_on_one_node_there_is_room_for_a_successor() -> None:
@@ -232,45 +232,45 @@ def test_a_deploy_starts_nothing_early_where_those_that_run_hold_more() -> None:
 
 def test_what_may_wait_for_processors_is_told(caplog: pytest.LogCaptureFixture) -> None:
     nodes = [{"CPU": 0.0}, {"CPU": 4.0}, {"CPU": 4.0}]
-    placement.warn_of_cpus(served(engine_replicas=9), nodes, nodes, {"engine": 2})
-    placement.warn_of_cpus(served(engine_replicas=4, engine_cpus=2), nodes, nodes, {})
-    placement.warn_of_cpus(served(max_replicas=4), [GPU_NODE, GPU_NODE], [GPU_NODE, GPU_NODE], {})
+    placement.warn_of_lack(served(engine_replicas=9), nodes, nodes, {"engine": 2})
+    placement.warn_of_lack(served(engine_replicas=4, engine_cpus=2), nodes, nodes, {})
+    placement.warn_of_lack(served(max_replicas=4), [GPU_NODE, GPU_NODE], [GPU_NODE, GPU_NODE], {})
     assert caplog.text == ""
-    placement.warn_of_cpus(served(engine_replicas=3, engine_cpus=4), nodes, nodes, {})
+    placement.warn_of_lack(served(engine_replicas=3, engine_cpus=4), nodes, nodes, {})
     assert (
         "CPUs for 2 of 3 engine replicas with 4 CPUs each; lower engine_replicas or engine_cpus" in caplog.text
     )
     assert "or add nodes" in caplog.text
     caplog.clear()
-    placement.warn_of_cpus(served(), nodes[:1], nodes[:1], {})
+    placement.warn_of_lack(served(), nodes[:1], nodes[:1], {})
     assert "no node that can hold an engine has joined" in caplog.text
     caplog.clear()
     full: list[dict[str, float]] = [{}, {}, {"CPU": 1.0}]
-    placement.warn_of_cpus(served(engine_replicas=4, engine_cpus=2), nodes, full, {"engine": 4})
+    placement.warn_of_lack(served(engine_replicas=4, engine_cpus=2), nodes, full, {"engine": 4})
     assert caplog.text == ""
-    placement.warn_of_cpus(served(engine_replicas=4, engine_cpus=1), nodes, full, {"engine": 2})
-    assert "2 engine replicas run, and there is room now for 1 more with 1 CPUs each" in caplog.text
+    placement.warn_of_lack(served(engine_replicas=4, engine_cpus=1), nodes, full, {"engine": 2})
+    assert "2 engine replicas run, and there is room now for 1 more with 1 CPU each" in caplog.text
     assert "engine_replicas=2" in caplog.text
 
 
 def test_what_is_short_is_named(caplog: pytest.LogCaptureFixture) -> None:
     held: list[dict[str, float]] = [{"CPU": 16.0}, {"CPU": 16.0, "GPU": 1.0}]
     nodes = [GPU_NODE, GPU_NODE]
-    placement.warn_of_cpus(served(engine_replicas=2), nodes, held, {"engine": 2})
-    placement.warn_of_cpus(served(engine_replicas=1), nodes, held, {})
+    placement.warn_of_lack(served(engine_replicas=2), nodes, held, {"engine": 2})
+    placement.warn_of_lack(served(engine_replicas=1), nodes, held, {})
     assert caplog.text == ""
-    placement.warn_of_cpus(served(engine_replicas=2), nodes, held, {})
+    placement.warn_of_lack(served(engine_replicas=2), nodes, held, {})
     assert (
         "room now for 1 of 2 engine replicas with 1 GPU each, because other deployments or applications hold "
         "GPUs; the others start only once these are free"
     ) in caplog.text
     caplog.clear()
-    placement.warn_of_cpus(served(engine_replicas=2), nodes, [{"CPU": 16.0}] * 2, {"engine": 1})
+    placement.warn_of_lack(served(engine_replicas=2), nodes, [{"CPU": 16.0}] * 2, {"engine": 1})
     assert "room now for 0 more with 1 GPU each, so the deploy of 2 waits until GPUs are free" in caplog.text
     assert "CPU" not in caplog.text
     caplog.clear()
     busy: list[dict[str, float]] = [{"CPU": 1.0, "GPU": 1.0}]
-    placement.warn_of_cpus(served(engine_cpus=2), [GPU_NODE], busy, {})
+    placement.warn_of_lack(served(engine_cpus=2), [GPU_NODE], busy, {})
     assert "room now for 0 of 1 engine replicas with 2 CPUs each, because other" in caplog.text
     assert "hold CPUs" in caplog.text
 
@@ -279,16 +279,16 @@ def test_a_machine_with_too_few_gpus_is_told_so() -> None:
     with pytest.raises(
         ConfigError, match=r"there are GPUs for 1 of 3 engine replicas with 1 GPU each; lower max_replicas$"
     ):
-        placement.check_cpus(served(max_replicas=3), [GPU_NODE])
+        placement.check_room(served(max_replicas=3), [GPU_NODE])
     with pytest.raises(
         ConfigError, match=r"there are CPUs for 0 of 1 .* with 32 CPUs each; lower engine_cpus$"
     ):
-        placement.check_cpus(served(engine_cpus=32), [GPU_NODE])
+        placement.check_room(served(engine_cpus=32), [GPU_NODE])
 
 
 def test_without_a_cluster_nothing_is_said_of_processors(caplog: pytest.LogCaptureFixture) -> None:
-    placement.warn_of_cpus(served(), [], [], {})
-    placement.warn_of_cpus(served(engine_replicas=4, engine_cpus=2), [], [], {})
+    placement.warn_of_lack(served(), [], [], {})
+    placement.warn_of_lack(served(engine_replicas=4, engine_cpus=2), [], [], {})
     assert caplog.text == ""
 
 
@@ -426,13 +426,18 @@ def test_what_an_engine_asks_for_does_not_depend_on_other_models() -> None:
 def test_models_share_what_they_ask_for() -> None:
     nodes = [{"CPU": 8.0}, {"CPU": 4.0}]
     models = both({"engine_replicas": 2}, {"engine_replicas": 1}, engine_cpus=4)
-    placement.check_cpus(models, nodes)
+    placement.check_room(models, nodes)
     assert placement.surge_percents(models, nodes) == [0, 0]
     assert placement.surge_percents(models, [*nodes, {"CPU": 4.0}]) == [20, 20]
     with pytest.raises(
         ConfigError, match=r"models: one: .* for 2 of 3 engine replicas with 4 CPUs each; lower engine"
     ):
-        placement.check_cpus(both({"engine_replicas": 3}, {"engine_replicas": 1}, engine_cpus=4), nodes)
+        placement.check_room(both({"engine_replicas": 3}, {"engine_replicas": 1}, engine_cpus=4), nodes)
+    with pytest.raises(
+        ConfigError,
+        match=r"one: .* there are GPUs for 0 of 1 engine .* 1 GPU each; set device to cpu for some$",
+    ):
+        placement.check_room(both({}, {}), [GPU_NODE])
 
 
 def test_models_share_the_gpus(caplog: pytest.LogCaptureFixture) -> None:
