@@ -33,6 +33,9 @@ OWNER = "owner.lock"
 KEPT = "kept-for-its-logs"
 """What ``OWNER`` becomes where a failed launch leaves its logs; who has read them may delete the folder."""
 
+RAY = "ray"
+"""Ray's temporary folder, in the folder."""
+
 _NEW = f"{OWNER}.new"
 _MADE = re.compile(f"{PREFIX}[a-z0-9_]{{8}}")
 """As ``mkdtemp`` names a folder."""
@@ -70,7 +73,7 @@ class Instance:
     @property
     def ray_folder(self) -> str:
         """Ray's temporary folder, with the list of metrics endpoints."""
-        return str(self.folder / "ray")
+        return str(self.folder / RAY)
 
     @property
     def has_logs(self) -> bool:
@@ -162,7 +165,10 @@ def remove_orphans(place: Path = PLACE) -> list[Path]:
             if lock is None:
                 # Another program's, or kept for its logs; or, if empty, its server was killed while making it.
                 if _MADE.fullmatch(folder.name):
-                    folder.rmdir()
+                    if os.listdir(folder) == [RAY]:  # a worker of Ray's outlived its server, and made it anew
+                        shutil.rmtree(folder, ignore_errors=True)
+                    else:
+                        folder.rmdir()
                     orphans.append(folder)
                 continue
         except OSError:  # it is not empty, or it has just gone

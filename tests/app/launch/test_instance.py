@@ -145,6 +145,17 @@ def test_folders_of_servers_killed_while_they_made_one_go(tmp_path: Path) -> Non
     assert remove_orphans(tmp_path) == [half]
 
 
+def test_a_folder_that_rays_worker_made_anew_after_its_server_goes(tmp_path: Path) -> None:
+    """Workers that were starting when their server was killed end half a minute after it."""
+    anew, kept, other = tmp_path / "quire-abcd_123", tmp_path / "quire-efgh_456", tmp_path / "quire-other"
+    for folder in (anew, kept, other):
+        (folder / "ray" / "session" / "logs").mkdir(parents=True)
+    (anew / "ray" / "session" / "logs" / "worker.log").touch()
+    (kept / KEPT).touch()
+    assert remove_orphans(tmp_path) == [anew]
+    assert sorted(tmp_path.iterdir()) == [kept, other]
+
+
 def test_a_folder_that_another_launch_removes_meanwhile_is_made_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
