@@ -40,11 +40,11 @@ def known_fields(
 def unknown(name: str, known: Collection[str]) -> InvalidRequestError:
     """The error for a field that is not ``known``, with the known one that it most likely means."""
     return InvalidRequestError(
-        f"{show(name)} is not a known parameter{did_you_mean(name, known)}", name[:64], "unknown_parameter"
+        f"{show(name)} is not a known parameter{name_hint(name, known)}", name[:64], "unknown_parameter"
     )
 
 
-def did_you_mean(name: str, known: Collection[str]) -> str:
+def name_hint(name: str, known: Collection[str]) -> str:
     """``; did you mean 'stop'?``, or nothing if no ``known`` name is near or means the same elsewhere."""
     name = name.lower()
     same = [other for group in _SAME if name in group for other in group]

@@ -13,7 +13,7 @@ from typing import Any
 from app.api import output_options
 from app.api.chat_messages import ChatMessage, parse_messages
 from app.api.errors import show
-from app.api.json_fields import boolean, did_you_mean, integer, integers, number, text, unknown, wrong
+from app.api.json_fields import boolean, integer, integers, name_hint, number, text, unknown, wrong
 from app.api.output_form import FORM_FIELDS, output_form
 from app.api.output_options import DEFAULT_OUTPUT, DEFAULT_TEMPLATE, OutputOptions, TemplateOptions
 from app.api.tools.answer_form import answer_form
@@ -273,7 +273,7 @@ def _stream_options(fields: dict[str, Any], stream: bool) -> dict[str, bool]:
     for name in options:
         if name not in STREAM_OPTIONS:
             raise InvalidRequestError(
-                f"{show(name)} is not a known stream option{did_you_mean(name, STREAM_OPTIONS)}",
+                f"{show(name)} is not a known stream option{name_hint(name, STREAM_OPTIONS)}",
                 "stream_options",
                 "unknown_parameter",
             )

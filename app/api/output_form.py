@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from app.api.errors import show
-from app.api.json_fields import did_you_mean, text, wrong
+from app.api.json_fields import name_hint, text, wrong
 from engine.errors import InvalidRequestError
 from engine.structured_output import StructuredOutput
 
@@ -100,7 +100,7 @@ def _only(name: str, value: dict[str, Any], known: set[str]) -> None:
         if key not in known and entry is not None:
             field = f"{name}.{key[:64]}"
             raise InvalidRequestError(
-                f"{name} has {show(key)}, which is not a known field of it{did_you_mean(key, known)}",
+                f"{name} has {show(key)}, which is not a known field of it{name_hint(key, known)}",
                 field,
                 "unknown_parameter",
             )

@@ -99,7 +99,7 @@ class SchedulerState:
                     sequence.order = order_of(ticket, number)
         self.waiting.sort(key=_order)
 
-    def start(self, position: int, slots: int = 1) -> Sequence:
+    def start(self, position: int, slots: int) -> Sequence:
         """Let the waiting sequence at ``position`` run; it has no blocks yet.
 
         It counts for as many sequences as will be forked from it, but for at most ``slots``, and at least one.

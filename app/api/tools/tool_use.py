@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from app.api.errors import show
-from app.api.json_fields import boolean, did_you_mean, text, wrong
+from app.api.json_fields import boolean, name_hint, text, wrong
 from engine.errors import InvalidRequestError
 
 MAX_TOOLS = 128
@@ -121,7 +121,7 @@ def _tool(entry: object, name: str) -> Tool:
         raise wrong(f"{name}.function", function, "an object with name, description and parameters", "tools")
     for key in function:
         if key not in _FUNCTION:
-            hint = did_you_mean(key, _FUNCTION)
+            hint = name_hint(key, _FUNCTION)
             raise InvalidRequestError(
                 f"{name}.function has {show(key)}, which is not a known parameter{hint}",
                 "tools",

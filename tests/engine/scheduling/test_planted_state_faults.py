@@ -60,7 +60,7 @@ class Sequences:
     def run(self, name: str, tokens: int, computed: int) -> Sequence:
         """The last of the waiting sequences by order, so at any time the only one that has not run."""
         sequence = self.queue(name, tokens)
-        self.state.start(self.state.waiting.index(sequence))
+        self.state.start(self.state.waiting.index(sequence), 1)
         blocks = self.pool.allocate(self.pool.blocks_for(tokens))
         assert blocks is not None
         sequence.block_table, sequence.computed = blocks, computed
