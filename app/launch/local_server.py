@@ -24,7 +24,7 @@ from app.launch import serving
 from app.launch.haproxy import TLS
 from app.launch.instance import Instance
 from app.launch.model_starts import ModelStarts
-from app.launch.ray_processes import left_out, proxies_later, without_agents
+from app.launch.ray_processes import left_out, pace_controller, proxies_later, without_agents
 from app.launch.terminal import Progress, Say
 from app.option_groups import LaunchOptions
 from engine.errors import ConfigError
@@ -32,6 +32,12 @@ from engine.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 900.0
 STATUS_TIMEOUT_S = 2.0
+CONTROL_INTERVAL = "RAY_SERVE_CONTROL_LOOP_INTERVAL_S"
+STARTING_S, RESTARTED_S, RUNNING_S = 0.1, 0.25, 0.5
+"""How long Serve's controller rests between two looks at its replicas: while they start, after it had to
+restart, and when they run. It shares its cores with the engines; at Serve's 0.1 s it takes 4% of one while
+idle."""
+
 LOADED = ("RUNNING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
 """States of replicas that have loaded; a new controller finds running ones RECOVERING."""
 
@@ -50,6 +56,7 @@ class LocalServer:
         self._say: Say = print
         self._starts: ModelStarts | None = None
         self._tries: dict[str, int] = {}  # of models that Serve has given up, by name
+        self._paced = True  # unless the user has set the controller's interval
         self._before = {process.pid for process in psutil.Process().children(recursive=True)}
 
     @property
@@ -76,8 +83,8 @@ class LocalServer:
         # All processes inherit it from Ray's. Those with their own environment would load Ray twice.
         os.environ.update(self._environment())
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-        # The controller shares its cores with the engines, and at Serve's 0.1 s takes 4% of one while idle.
-        os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25")
+        self._paced = CONTROL_INTERVAL not in os.environ
+        os.environ.setdefault(CONTROL_INTERVAL, str(RESTARTED_S))
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # of the replicas' log lines
         # By default twice a second: a third of what Ray's log monitor takes while idle.
         os.environ.setdefault("LOG_NAME_UPDATE_INTERVAL_S", "2")
@@ -152,6 +159,7 @@ class LocalServer:
             os.environ.pop(f"{ENV_PREFIX}MODELS", None)  # the path of a file, which has been read
         self._args, self._models, self._say = args, models, say
         self._starts = starts = ModelStarts(models, INGRESS, say)
+        self._pace(STARTING_S)
         self._run()
         progress = Progress(sum(model.options.scaling.initial_replicas for model in models), say)
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -165,7 +173,14 @@ class LocalServer:
                 status = str(found.status) if found is not None else ""
                 raise ConfigError(f"the application did not start within {START_TIMEOUT_S:g} s: {status}")
             progress.update(_counted(found, "RUNNING"), time.monotonic())
+        self._pace(RUNNING_S)
         return dict(starts.ready)
+
+    def _pace(self, seconds: float) -> None:
+        from ray.serve.context import _get_global_client
+
+        if self._paced:
+            pace_controller(_get_global_client()._controller, seconds)
 
     def _run(self) -> None:
         """Deploy, or deploy again; waits for nothing."""

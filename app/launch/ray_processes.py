@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,29 @@ def proxies_later() -> Iterator[list[Any]]:
         yield waited
     finally:
         setattr(api, name, real)
+
+
+_INTERVAL = "CONTROL_LOOP_INTERVAL_S"
+
+
+def pace_controller(controller: Any, seconds: float) -> Any:
+    """Let Serve's ``controller`` rest so long between two looks at its replicas, until it restarts.
+
+    Serve itself reads the interval only when it starts. Returns a reference to whether this Ray has it.
+    """
+    return controller.__ray_call__.remote(_pace, seconds)
+
+
+def _pace(_: Any, seconds: float) -> bool:
+    """In the controller's process, where several modules have imported the interval."""
+    having = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("ray.serve.") and hasattr(module, _INTERVAL)
+    ]
+    for module in having:
+        setattr(module, _INTERVAL, seconds)
+    return bool(having)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

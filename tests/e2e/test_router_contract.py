@@ -10,13 +10,16 @@ import pytest
 import ray
 from local_cluster import SOON_S
 from ray import serve
+from ray.serve._private import controller as controller_module
 from ray.serve._private.router import AsyncioRouter
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter
 
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import GenerateRequest
 from app.launch import serving
+from app.launch.ray_processes import pace_controller
 from app.routing import fleet
 from engine.sampling_params import SamplingParams
 from loadtests.cluster import LocalCluster
@@ -44,6 +47,24 @@ def test_pending_requests_carry_the_callers_own_arguments() -> None:
 
 def test_handles_take_the_grpc_transport() -> None:
     assert "_by_reference" in inspect.signature(DeploymentHandle.options).parameters
+
+
+def test_the_controller_takes_another_interval(bare_cluster: LocalCluster) -> None:
+    controller = _get_global_client()._controller
+
+    def interval(_: object) -> float:
+        from ray.serve._private import controller as module
+
+        return float(module.CONTROL_LOOP_INTERVAL_S)
+
+    before = ray.get(controller.__ray_call__.remote(interval))
+    try:
+        assert ray.get(pace_controller(controller, before + 0.05)), "this Ray has no such interval"
+        assert ray.get(controller.__ray_call__.remote(interval)) == before + 0.05
+    finally:
+        ray.get(pace_controller(controller, before))
+    source = inspect.getsource(controller_module)
+    assert "asyncio.sleep(CONTROL_LOOP_INTERVAL_S)" in source, "it is read anew in each turn of the loop"
 
 
 def test_burst_is_booked_evenly_and_pinned_calls_keep_their_replica(cluster: LocalCluster) -> None:
