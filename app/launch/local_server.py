@@ -178,9 +178,11 @@ class LocalServer:
 
     def _pace(self, seconds: float) -> None:
         from ray.serve.context import _get_global_client
+        from ray.serve.exceptions import RayServeException
 
         if self._paced:
-            pace_controller(_get_global_client()._controller, seconds)
+            with contextlib.suppress(RayServeException):  # without a controller, what follows says so
+                pace_controller(_get_global_client()._controller, seconds)
 
     def _run(self) -> None:
         """Deploy, or deploy again; waits for nothing."""

@@ -166,7 +166,7 @@ def _unique(seeds: int) -> Scenario:
         Measure("throughput, of least tokens'", THROUGHPUT, fast, slow, 0.99),
         Measure("TTFT p99, of least tokens'", _p99, ours, least, 1.02, at_most=True),
     )
-    runs = _seeds(seeds, run, arms) + _seeds(seeds, ramp, arms)
+    runs = _seeds(seeds, run, arms) + _seeds(max(seeds, given.SEEDS), ramp, arms)  # one has 0.98 to 1.00
     return Scenario("No two prompts begin alike", runs, measures)
 
 
