@@ -138,7 +138,7 @@ class Top(App[None]):
         summary.update("" if shown is None else "\n".join(self._summary(shown)))
         below.update("" if shown is None else Text("\n").join([*map(Text, lines.below(shown)), lines.legend()]))
         self._draw_table(base.query_one(DataTable), [] if shown is None else shown["replicas"])
-        if isinstance(self.screen, ReplicaScreen | PrefixScreen):
+        if isinstance(self.screen, DetailScreen):
             self.screen.redraw()
 
     def _status(self, shown: Mapping[str, Any] | None) -> str:
@@ -187,7 +187,7 @@ class Top(App[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
         """What is about the table is not there while something is open over it."""
-        opened = isinstance(self.screen, ReplicaScreen | PrefixScreen)
+        opened = isinstance(self.screen, DetailScreen)
         return action not in ("sort", "model", "open", "prefixes") or not opened
 
     def action_sort(self) -> None:
@@ -221,61 +221,8 @@ def _of_model(name: str, shown: Mapping[str, Any]) -> str:
     return f"{name}: {len(shown['replicas'])}{target} replicas, {tokens} tokens/s"
 
 
-class ReplicaScreen(Screen[None]):
-    """One replica: its figures, and what each of its blocks holds."""
-
-    app: Top
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,backspace", "app.pop_screen", "Back"),
-        Binding("q", "app.quit", "Quit"),
-    ]
-
-    def __init__(self, model: str, replica: str) -> None:
-        super().__init__()
-        self.model, self.replica = model, replica
-        self._asking = False
-
-    def compose(self) -> ComposeResult:
-        with VerticalScroll():
-            yield Static(id="figures", markup=False)
-            yield Static(id="map", markup=False)
-        yield Footer(compact=True, show_command_palette=False)
-
-    def on_mount(self) -> None:
-        self.redraw()
-
-    def redraw(self) -> None:
-        """Redraw the figures, and ask for the blocks."""
-        if not self.query("#figures"):
-            return
-        shown = self.app.models.get(self.model)
-        replicas = [] if shown is None else shown["replicas"]
-        found = next((each for each in replicas if each["name"] == self.replica), None)
-        text = [f"Replica {lines.short_name(self.replica)} of {self.model}", ""]
-        text += ["It is gone."] if found is None else lines.replica_lines(found)
-        if self.app.trouble:
-            text.insert(1, f"{self.app.trouble} (the figures below are old)")
-        self.query_one("#figures", Static).update("\n".join(text))
-        if found is not None and not self._asking and not self.app.trouble:
-            self._asking = True
-            self.run_worker(self._ask(), name="blocks")
-
-    async def _ask(self) -> None:
-        try:
-            found = await self.app.server.blocks(self.model, self.replica)
-        finally:
-            self._asking = False
-        text = (
-            f"\nWhat each block holds: {found}"
-            if isinstance(found, str)
-            else Text("\n") + lines.block_map_text(found)
-        )
-        for each in self.query("#map").results(Static):  # it may have been closed meanwhile
-            each.update(text)
-
-
-class PrefixScreen(Screen[None]):
-    """Which prompts of a model begin alike, where they went, and why."""
+class DetailScreen(Screen[None]):
+    """What the last report says of one thing, and below it what the server says when asked."""
 
     app: Top
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -290,32 +237,72 @@ class PrefixScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll():
-            yield Static(id="heading", markup=False)
-            yield Static(id="prefixes", markup=False)
+            yield Static(id="reported", markup=False)
+            yield Static(id="answer", markup=False)
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
         self.redraw()
 
     def redraw(self) -> None:
-        """Ask for them again; while the server does not answer, what it said last stays, called old."""
-        if not self.query("#heading"):
+        """Redraw what is reported, and ask; without an answer, what the server said last stays, called old."""
+        if not self.query("#reported"):
             return
-        text = [f"Shared prefixes of {self.model}, in the last minute", ""]
+        text, exists = self._reported()
         if self.app.trouble:
             text.insert(1, f"{self.app.trouble} (the figures below are old)")
-        self.query_one("#heading", Static).update("\n".join(text))
-        if not self._asking and not self.app.trouble:
+        self.query_one("#reported", Static).update("\n".join(text))
+        if exists and not self._asking and not self.app.trouble:
             self._asking = True
-            self.run_worker(self._ask(), name="prefixes")
+            self.run_worker(self._show_answer(), name="answer")
 
-    async def _ask(self) -> None:
+    def _reported(self) -> tuple[list[str], bool]:
+        """The lines of the last report, and whether there is anything to ask about."""
+        raise NotImplementedError
+
+    async def _ask(self) -> str | Text:
+        """The server's answer."""
+        raise NotImplementedError
+
+    async def _show_answer(self) -> None:
         try:
-            found = await self.app.server.prefixes(self.model)
+            text = await self._ask()
         finally:
             self._asking = False
-        text = (
+        for each in self.query("#answer").results(Static):  # it may have been closed meanwhile
+            each.update(text)
+
+
+class ReplicaScreen(DetailScreen):
+    """One replica: its figures, and what each of its blocks holds."""
+
+    def __init__(self, model: str, replica: str) -> None:
+        super().__init__(model)
+        self.replica = replica
+
+    def _reported(self) -> tuple[list[str], bool]:
+        shown = self.app.models.get(self.model)
+        replicas = [] if shown is None else shown["replicas"]
+        found = next((each for each in replicas if each["name"] == self.replica), None)
+        text = [f"Replica {lines.short_name(self.replica)} of {self.model}", ""]
+        text += ["It is gone."] if found is None else lines.replica_lines(found)
+        return text, found is not None
+
+    async def _ask(self) -> str | Text:
+        found = await self.app.server.blocks(self.model, self.replica)
+        if isinstance(found, str):
+            return f"\nWhat each block holds: {found}"
+        return Text("\n") + lines.block_map_text(found)
+
+
+class PrefixScreen(DetailScreen):
+    """Which prompts of a model begin alike, where they went, and why."""
+
+    def _reported(self) -> tuple[list[str], bool]:
+        return [f"Shared prefixes of {self.model}, in the last minute", ""], True
+
+    async def _ask(self) -> str | Text:
+        found = await self.app.server.prefixes(self.model)
+        return (
             f"They cannot be seen: {found}" if isinstance(found, str) else "\n".join(lines.prefix_lines(found))
         )
-        for each in self.query("#prefixes").results(Static):  # it may have been closed meanwhile
-            each.update(text)
