@@ -59,9 +59,6 @@ _UNREADABLE = (OSError, ValueError, LookupError, AttributeError, yaml.YAMLError,
 _FIELD = re.compile("[A-Za-z_]{1,32}")
 """A name that is no key."""
 
-logger = logging.getLogger(__name__)
-
-
 _ID = re.compile(rf"^(?!{PREFIX})[A-Za-z0-9._-]{{1,64}}\Z")  # logs and metrics show it, so no key
 _QUOTED = re.compile(r"""('.'|'<[a-z ]+>')|['"].*""", re.DOTALL)
 """What YAML's errors quote: a sign or a kind of token, or else, up to the end, a tag or anchor, maybe a key."""
@@ -72,6 +69,8 @@ _FORMS = {
     "`python -m app.api.keys new NAME` makes both",
 }
 """What the texts of an entry must be."""
+
+logger = logging.getLogger(__name__)
 
 
 class ApiKey(BaseModel):
