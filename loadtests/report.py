@@ -53,10 +53,10 @@ class Figure:
         return bool(self.value <= self.bar if self.at_most else self.value >= self.bar)
 
     def verdict(self) -> str:
-        """The bar, and whether it holds; empty without a bar."""
+        """The bar, and whether it holds; empty without a bar. A run fails by it with ``--check`` only."""
         if self.bar is None:
             return ""
-        return f"  bar {'<=' if self.at_most else '>='} {self.bar:g}  {'ok' if self.holds else 'FAILED'}"
+        return f"  bar {'<=' if self.at_most else '>='} {self.bar:g}  {'ok' if self.holds else 'missed'}"
 
     def line(self) -> str:
         return f"{self.name}: {self.value:.4g}{self.unit}{self.verdict()}"
@@ -201,7 +201,7 @@ def missed(out: Path) -> list[str]:
     if not out.exists():
         return ["it ended before it had figures; its output above says why"]
     rows = [row for row in json.loads(out.read_text())["figures"] if not row.pop("holds")]
-    lines = [Figure(**row).line().removesuffix("  FAILED") for row in rows]
+    lines = [Figure(**row).line().removesuffix("  missed") for row in rows]
     return [*lines, f"all its figures are in {out}"]
 
 

@@ -80,9 +80,20 @@ def test_options_are_of_the_type_of_their_defaults(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("title", ["", "load"])
+def test_a_missed_bar_is_no_failure_without_a_check(title: str, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = [most("failures", 3)]
+    finish("load", figures, parse("load", None, argv=[]), title)
+    shown = capsys.readouterr().out
+    assert ("bar <= 0  missed" in shown, "FAILED" in shown) == (True, False)
+    with pytest.raises(SystemExit) as ended:
+        finish("load", figures, parse("load", None, argv=["--check"]), title)
+    assert ended.value.code == 1
+
+
+@pytest.mark.parametrize("title", ["", "load"])
 def test_each_figure_is_printed_once_with_its_bar(title: str, capsys: pytest.CaptureFixture[str]) -> None:
     figures = [Figure("rate", 12.0, " tokens/s", 10.0), most("failures", 3), Figure("users", 7.0)]
     finish("load", figures, parse("load", None, argv=[]), title)
     shown = capsys.readouterr().out
-    assert [shown.count(words) for words in ("12 tokens/s", "bar >= 10  ok", "bar <= 0  FAILED")] == [1, 1, 1]
+    assert [shown.count(words) for words in ("12 tokens/s", "bar >= 10  ok", "bar <= 0  missed")] == [1, 1, 1]
     assert shown.count("commit") == 1
