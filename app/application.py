@@ -51,20 +51,21 @@ def build_with(
 ) -> Application:
     """``build``, with another class for the engine replicas if given.
 
-    ``tries`` counts how often Serve has given up starting a model, by its name.
+    ``tries`` comes from a launcher, which has loaded the options before, and with it their warnings: how often
+    Serve has given up starting a model, by its name.
 
     Raises:
         DeployError: see ``build``.
     """
     try:
-        return _checked(args, replica_class, tries or {})
+        return _checked(args, replica_class, tries)
     except ConfigError as error:
         raise DeployError(str(error)) from None
 
 
-def _checked(args: dict[str, Any], replica_class: type | None, tries: Mapping[str, int]) -> Application:
+def _checked(args: dict[str, Any], replica_class: type | None, tries: Mapping[str, int] | None) -> Application:
     config.refuse_launch_options(args)
-    options = config.load(args)
+    options = config.load(args, warn=tries is None)
     check_router(options)
     models = config.served_models(options)
     placement.check_gpus(models, placement.cluster_nodes())

@@ -255,11 +255,14 @@ OPTIONS = _declared()
 """Every option by name, in the order of the groups."""
 
 
-def load(args: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> AppConfig:
+def load(
+    args: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None, *, warn: bool = True
+) -> AppConfig:
     """The options in ``args``, by flat names, overridden by the environment.
 
     Variables that are not options are ignored with a warning: Kubernetes sets some, such as ``QUIRE_PORT``, for
-    a service called quire. For the same reason the environment sets no launch option.
+    a service called quire. For the same reason the environment sets no launch option. Who loads what has been
+    loaded before does not ``warn`` again.
 
     Raises:
         ConfigError: one line that names each wrong option.
@@ -271,14 +274,14 @@ def load(args: Mapping[str, Any] | None = None, environment: Mapping[str, str] |
         if variable == CLIENT_KEY:
             continue
         option = OPTIONS.get(variable.removeprefix(ENV_PREFIX).lower())
-        if option is None or option.group == "launch":
-            logger.warning("%s", _ignored(variable))
-        else:
+        if option is not None and option.group != "launch":
             values[option.name] = value
+        elif warn:
+            logger.warning("%s", _ignored(variable))
     config = _validate(values)
     of_each = [without_effect(model.options, values) for model in served_models(config)]
     unused = [name for name in of_each[0] if all(name in of_model for of_model in of_each)]
-    if unused:
+    if unused and warn:
         logger.warning(
             "%s %s no effect without max_replicas", ", ".join(unused), "have" if len(unused) > 1 else "has"
         )

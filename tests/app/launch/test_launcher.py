@@ -22,7 +22,7 @@ from ray.serve.schema import APIType
 from safetensors.torch import save_file
 
 from app import __main__ as command
-from app import config, option_groups
+from app import application, config, option_groups
 from app.launch import launcher, local_server, preflight, serving, terminal
 from app.launch.instance import Instance
 from app.launch.model_starts import RETRY_S, SETTLE_S, ModelStarts
@@ -651,6 +651,36 @@ def test_models_of_a_file_reach_the_replicas(
     with pytest.raises(ConfigError, match="enough"):
         launcher.serve_here({"models": "models.yaml", "port": str(free_port())})
     assert given == {"models": [{"name": "a"}, {"name": "b"}]}
+
+
+def test_warnings_about_options_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The launcher loads the options and then builds the application; Serve may build it without a launcher."""
+    monkeypatch.setenv("QUIRE_MODLE", "x")
+    monkeypatch.setattr(launcher.model_store, "resolve", lambda name: tmp_path)
+    monkeypatch.setattr(launcher, "check_memory_of_models", lambda *_: [preflight.Fit("bfloat16", None, 1)])
+    monkeypatch.setattr(local_server.LocalServer, "start", lambda self: None)
+    monkeypatch.setattr("app.launch.placement.cluster_nodes", lambda: [{"CPU": 8.0}])
+    monkeypatch.setattr(application, "check_models", lambda models: True)
+    built: list[config.AppConfig] = []
+    monkeypatch.setattr(application, "assemble", lambda options, *_: built.append(options))
+
+    def run(*_: object, **__: object) -> None:
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("ray.serve.run_many", run)
+    told = [
+        "QUIRE_MODLE in the environment sets no option and is ignored; did you mean QUIRE_MODEL?",
+        "scaling_shadow has no effect without max_replicas",
+    ]
+    with pytest.raises(ConfigError, match="enough"):
+        launcher.serve_here({"scaling_shadow": "true", "port": str(free_port())}, lambda line: None)
+    assert [message for message in caplog.messages if message in told] == told
+    caplog.clear()
+    application.build({"scaling_shadow": "true"})
+    assert [message for message in caplog.messages if message in told] == told
+    assert len(built) == 2
 
 
 def test_options_may_follow_switches(capsys: pytest.CaptureFixture[str]) -> None:
