@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +72,13 @@ def test_replicas_run_on_one_loop_and_none_has_an_environment_of_its_own() -> No
     assert serving.controller_environment().items() >= {**serving.ONE_LOOP, **serving.SELDOM}.items()
     assert {*serving.ONE_LOOP, *serving.SELDOM} <= vars(constants).keys()
     assert serving.ONE_LOOP["RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"] == "0"
+
+
+def test_serve_knows_what_restarts_haproxy_soon() -> None:
+    """Serve ignores a variable that it does not know."""
+    name = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
+    assert serving.HAPROXY_ENVIRONMENT[name] == "3"
+    assert name in Path(constants.__file__).read_text()
 
 
 @pytest.mark.parametrize("name", CHANGES)
