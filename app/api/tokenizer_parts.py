@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from engine.errors import ConfigError
 from engine.models.identity import tokenizer_digest
@@ -138,4 +138,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # To transformers it is then not installed. No tokenizer needs it, and its import takes most of the time.
+    sys.modules["torch"] = cast(Any, None)
     sys.exit(main())

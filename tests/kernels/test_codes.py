@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.codes import GROUP, are_codes, code_rows, encode
-from kernels.cpu import CpuKernels
-from kernels.cpu.build import SOURCE_FOLDER, _compile, find_compilers
+from kernels.cpu import CpuKernels, build
 from kernels.cpu.coded import CodedLinear, _Descriptor
 from kernels.cpu.panels import panel_columns
 from kernels.interface import SUPPORTED_DTYPES, PackedLinear
@@ -318,6 +318,9 @@ def compare(panels: bytes, width: int, weight: Tensor, bits: int, number: int) -
         assert np.array_equal(found[what], expected[what]), (number, ("codes", "scales", "minima")[what])
 
 
+NARROW = ("gemm_codes.cpp", "pool.cpp")
+
+
 class NarrowLibrary:
     """The product alone, compiled for a CPU with fewer instructions than this one."""
 
@@ -348,10 +351,16 @@ class NarrowLibrary:
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 has instructions to leave out")
 @pytest.mark.parametrize("without", ["-mno-avx512f", "-mno-avx512f -mno-avxvnni", "-mno-avx"])
-def test_the_same_bits_with_fewer_instructions(cpu: CpuKernels, without: str, tmp_path: Path) -> None:
-    sources = [SOURCE_FOLDER / "gemm_codes.cpp", SOURCE_FOLDER / "pool.cpp"]
-    _compile([*find_compilers()[0], *without.split()], sources, tmp_path / "narrow.so")
-    narrow = NarrowLibrary(ctypes.CDLL(str(tmp_path / "narrow.so")))
+def test_the_same_bits_with_fewer_instructions(
+    cpu: CpuKernels, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library is compiled once for each state of its sources, as the whole one is."""
+    for source in (*build.SOURCE_FOLDER.glob("*.h"), *map(build.SOURCE_FOLDER.joinpath, NARROW)):
+        shutil.copy(source, tmp_path)
+    monkeypatch.setattr(build, "SOURCE_FOLDER", tmp_path)
+    flags = [*build._native_flags(), *without.split()]
+    monkeypatch.setattr(build, "_native_flags", lambda: flags)
+    narrow = NarrowLibrary(build.load_library())
     weight, x = random(70, 104, dtype=torch.bfloat16), random(23, 104, dtype=torch.bfloat16, seed=1)
     for bits in (4, 8):
         for number, one in enumerate(coding.to(torch.bfloat16) for coding in codings()):

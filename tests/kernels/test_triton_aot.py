@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
+from kernels.cache_dir import cache_root
 from kernels.triton.aot import TARGETS, KernelResources, compile_each, compile_variant, variants
 from kernels.triton.attention import SPLIT, tile_for
 from kernels.triton.attention_kernels import paged_attention_kernel
@@ -23,9 +24,10 @@ TIGHTEST = re.compile(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _own_cache() -> Iterator[None]:
+    """Kernels are compiled again only once their sources, their options or the compiler have changed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setenv("TRITON_CACHE_DIR", str(cache_root() / "triton"))
         yield
 
 

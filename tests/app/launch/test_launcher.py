@@ -493,6 +493,8 @@ def deploy_two(monkeypatch: pytest.MonkeyPatch, instance: Instance, *course: Sim
     monkeypatch.setattr("ray.serve.run_many", lambda *_, **__: None)
     monkeypatch.setattr("ray.serve.status", lambda: next(statuses))
     server = local_server.LocalServer(option_groups.LaunchOptions(), instance)
+    paces: list[float] = []
+    monkeypatch.setattr(server, "_pace", paces.append)  # to find its controller, Serve would start a Ray
     monkeypatch.setattr(server, "_health", lambda: {"models": {"a": {"routable": 1}, "b": {"routable": 0}}})
     models = config.served_models(config.load({"models": {"a": {}, "b": {}}}, {}))
     said: list[str] = []
@@ -500,6 +502,7 @@ def deploy_two(monkeypatch: pytest.MonkeyPatch, instance: Instance, *course: Sim
         {}, models, cast(threading.Event, SimpleNamespace(wait=lambda _: False)), said.append
     )
     assert started == {"a": 1}
+    assert paces == [local_server.STARTING_S, local_server.RUNNING_S]
     return said
 
 
