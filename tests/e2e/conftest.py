@@ -1,7 +1,8 @@
-"""One real Ray cluster for all end-to-end tests of a session."""
+"""One real Ray cluster for all end-to-end tests of a worker."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -16,17 +17,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 from local_cluster import OPTIONS, BreakableCluster, deploy_evenly
 from paced_model import save_paced
 
+_CLUSTERS = contextlib.ExitStack()
+"""What stops the cluster of this worker."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+    """After the last of these tests the cluster stops: idle, it takes a tenth of a core from the others."""
+    yield
+    if nextitem is None or nextitem.path.parent != Path(__file__).parent:
+        _CLUSTERS.close()
+
 
 @pytest.fixture(scope="session")
 def bare_cluster() -> Iterator[BreakableCluster]:
     """Ray and Serve without an application."""
     os.environ["RAY_metrics_report_interval_ms"] = "1000"  # noqa: SIM112  (instead of ten seconds until its figures are seen)
     cluster = BreakableCluster()
-    try:
+    with _CLUSTERS:
+        _CLUSTERS.callback(cluster.stop)
         cluster.start()
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture(scope="module")
