@@ -64,7 +64,7 @@ def said(bare_cluster: BreakableCluster, paced_model: Path) -> list[str]:
 
 
 @pytest.fixture
-def short(said: list[str], bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
+def pressed(said: list[str], bare_cluster: BreakableCluster, paced_model: Path) -> BreakableCluster:
     """One engine with little memory, once ``said`` is known."""
     options = {**paced_options(paced_model), **EVENLY, **SHORT_OF_MEMORY}
     if bare_cluster.options != options:
@@ -72,22 +72,23 @@ def short(said: list[str], bare_cluster: BreakableCluster, paced_model: Path) ->
     return bare_cluster
 
 
-def test_all_streams_end_with_the_same_tokens(short: BreakableCluster, said: list[str]) -> None:
-    before = press(short, PROMPTS[:1], 1)
-    pressed = press(short, PROMPTS, TOKENS)
-    assert all(outcome.complete for outcome in pressed.outcomes)
-    assert pressed.texts == said
-    assert pressed.preemptions > before.preemptions
-    assert pressed.recoveries["swap"] > before.recoveries["swap"]
-    (state,) = short.inspect()
+def test_all_streams_end_with_the_same_tokens(pressed: BreakableCluster, said: list[str]) -> None:
+    cluster = pressed
+    before = press(cluster, PROMPTS[:1], 1)
+    after = press(cluster, PROMPTS, TOKENS)
+    assert all(outcome.complete for outcome in after.outcomes)
+    assert after.texts == said
+    assert after.preemptions > before.preemptions
+    assert after.recoveries["swap"] > before.recoveries["swap"]
+    (state,) = cluster.inspect()
     assert (state["swapped"], state["host_blocks_used"]) == (0, 0)
 
 
 def test_a_better_request_takes_the_blocks_that_the_sequences_of_another_share(
-    short: BreakableCluster,
+    pressed: BreakableCluster,
 ) -> None:
     """Each of these blocks has several references, all of the victim."""
-    cluster = short
+    cluster = pressed
     several = {"n": 4, "temperature": 1.0, "seed": 7, "priority": 10}
     shared, own = [5, *range(3000, 3063)], [6, *range(4000, 4095)]  # of 4 and of 6 blocks
 
