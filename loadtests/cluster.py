@@ -152,7 +152,7 @@ class LocalCluster:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # a look at /health is no news
-        with self._instance.inherited(), left_out():
+        with self._instance.inherited(), left_out(logs=False):
             ray.init(
                 address="local",
                 _temp_dir=self._instance.ray_folder,

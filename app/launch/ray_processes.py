@@ -13,8 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def left_out(dashboard: bool = False) -> Iterator[None]:
+def left_out(dashboard: bool = False, logs: bool = True) -> Iterator[None]:
     """While Ray starts here: no monitor of its autoscaler, and no dashboard unless wanted.
+
+    Without ``logs`` nothing passes on what its workers write to their log files.
 
     Without a dashboard Ray would start its process all the same, for usage reports alone, and wait for it.
     The agent of a node picks a free port: by default it is the same in every Ray of a host, and the second one
@@ -23,7 +25,8 @@ def left_out(dashboard: bool = False) -> Iterator[None]:
     """
     from ray._private.node import Node
 
-    names = ["start_monitor", *([] if dashboard else ["start_api_server"])]
+    wanted = {"start_monitor": False, "start_api_server": dashboard, "start_log_monitor": logs}
+    names = [name for name, needed in wanted.items() if not needed]
     real = {name: getattr(Node, name) for name in [*names, "start_raylet"] if hasattr(Node, name)}
     if len(real) <= len(names):
         missing = {*names, "start_raylet"} - set(real)

@@ -19,13 +19,18 @@ NAMES = ("start_gcs_server", "start_monitor", "start_api_server", "start_log_mon
 
 
 @pytest.mark.parametrize(
-    ("dashboard", "fewer"), [(False, {"start_monitor", "start_api_server"}), (True, {"start_monitor"})]
+    ("wanted", "fewer"),
+    [
+        ({}, {"start_monitor", "start_api_server"}),
+        ({"dashboard": True}, {"start_monitor"}),
+        ({"logs": False}, {"start_monitor", "start_api_server", "start_log_monitor"}),
+    ],
 )
 def test_only_what_is_not_needed_is_left_out_and_only_while_ray_starts(
-    dashboard: bool, fewer: set[str]
+    wanted: dict[str, bool], fewer: set[str]
 ) -> None:
     real = {name: getattr(Node, name) for name in (*NAMES, "start_raylet")}
-    with left_out(dashboard):
+    with left_out(**wanted):
         assert {name for name in NAMES if getattr(Node, name) is not real[name]} == fewer
     assert all(getattr(Node, name) is method for name, method in real.items())
 
