@@ -134,7 +134,9 @@ class BreakableCluster(LocalCluster):
     def second_node(self) -> Iterator[psutil.Popen]:
         """Another node of this Ray cluster, on this machine, with one CPU and a resource of its own."""
         ports = PortBlock()
-        taken = {name: ports.take() for name in ("metrics-export-port", "dashboard-agent-listen-port")}
+        # Ray's own choice for the last one, 10001, may be one of the others here.
+        names = ("metrics-export-port", "dashboard-agent-listen-port", "ray-client-server-port")
+        taken = {name: ports.take() for name in names}
         command = [
             str(Path(sys.executable).with_name("ray")),
             "start",
@@ -146,6 +148,7 @@ class BreakableCluster(LocalCluster):
             "--min-worker-port=0",  # any that are free
             "--max-worker-port=0",
             "--disable-usage-stats",
+            "--include-log-monitor=false",
             "--block",
         ]
         before = len(ray.nodes())
