@@ -53,9 +53,9 @@ BUDGET = 256
 
 
 def paced_options(model: Path) -> dict[str, Any]:
-    """The same for the folder ``model``, which holds a paced model."""
+    """The same for the folder ``model``, which holds a paced model, whose KV takes little."""
     own = {"model": str(model), "served_model_name": MODEL, "max_model_len": CONTEXT, "token_budget": BUDGET}
-    return {**OPTIONS, **own}
+    return {**OPTIONS, "kv_memory": "64MiB", **own}
 
 
 SOON_S = 150.0

@@ -6,6 +6,7 @@ Streams then last as long as a test needs, without taking the processor from the
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -68,8 +69,10 @@ def keep_pace(folder: Path) -> None:
 
     Their own measurements include it: the router believes what they report.
     """
+    from engine import engine_thread
     from engine.engine import Engine
 
+    engine_thread.WARM_AFTER_S = threading.TIMEOUT_MAX  # a second of processor time in each, mostly for nothing
     run = Engine._run
 
     def slow(engine: Engine, chunks: Sequence[ScheduledChunk]) -> tuple[list[Outcome], dict[str, str]]:

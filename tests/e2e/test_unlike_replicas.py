@@ -220,7 +220,7 @@ def test_on_two_nodes_more_engines_find_room_beside_those_that_hold_it(
 ) -> None:
     """Ray has CPUs for the first two only, and each node gets its part of the engines."""
     cluster = several
-    options = {**paced_options(paced_model), "kv_memory": "64MiB"}
+    options = paced_options(paced_model)
     del options["engine_cpus"]
     with cluster.second_node() as node:
 
