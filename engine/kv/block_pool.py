@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, compress
 
 from engine.errors import ConfigError, QuireError
 
@@ -99,6 +100,10 @@ class BlockPool:
     def is_keyed(self, block: int) -> bool:
         """Whether the contents of ``block`` can be found."""
         return bool(self._keyed[block])
+
+    def keyed_blocks(self) -> set[int]:
+        """All blocks whose contents can be found; O(blocks)."""
+        return set(compress(range(self.num_blocks), self._keyed))
 
     def sample(self, each: int) -> list[tuple[int, bool]]:
         """References and key of every ``each``-th block; any thread may call it."""
@@ -243,15 +248,15 @@ class BlockPool:
         Raises:
             InvariantError: says which invariant is broken, and for which block.
         """
-        held = Counter(block for table in tables for block in table if block != NO_BLOCK)
+        held = Counter(chain.from_iterable(tables))
+        del held[NO_BLOCK]
         for block in held:
             if block < 0 or block >= self.num_blocks:
                 raise InvariantError(f"a block table names block {block}, which does not exist")
         if self._references[NO_BLOCK] or self._keyed[NO_BLOCK]:
             raise InvariantError("the place of absent blocks is held or keyed")
-        for block in range(self.num_blocks):
-            count = self._references[block]
-            if count != held[block]:
+        for block, count in enumerate(self._references[: self.num_blocks]):
+            if count != held.get(block, 0):
                 raise InvariantError(
                     f"block {block} has {count} references but is in {held[block]} block tables"
                 )

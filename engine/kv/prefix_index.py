@@ -331,13 +331,14 @@ class PrefixIndex:
             while pending:
                 for child in pending.pop().check_children(self._pool.block_size, self._hash):
                     self._check_block(child)
-                    pending.append(child)
+                    if child.children:
+                        pending.append(child)
                     if child.block == HOLLOW:
                         hollow += 1
                     else:
                         seen.add(child.block)
         known = {block for block, node in enumerate(self._nodes) if node is not None}
-        keyed = {block for block in range(self._pool.num_blocks) if self._pool.is_keyed(block)}
+        keyed = self._pool.keyed_blocks()
         if seen != known or known != keyed:
             raise InvariantError(
                 f"blocks in the trees, known and keyed differ: {sorted(seen)}, {sorted(known)}, {sorted(keyed)}"

@@ -369,4 +369,4 @@ def _present(table: list[int]) -> list[int]:
 
 
 def _host_tables(sequences: Iterable[Sequence]) -> list[list[int]]:
-    return [_present(sequence.host_table) for sequence in sequences]
+    return [_present(sequence.host_table) for sequence in sequences if sequence.host_table]

@@ -172,8 +172,8 @@ class KVSimulation:
         """Make the transfers, write all slots of the step, then let each chunk read what it sees."""
         self.transfer(plan.transfers)
         writers: set[tuple[int, int]] = set()
-        for chunk in plan.chunks:
-            texts = self.texts(chunk.sequence, chunk.drafts)
+        texts_of = [self.texts(chunk.sequence, chunk.drafts) for chunk in plan.chunks]
+        for chunk, texts in zip(plan.chunks, texts_of, strict=True):
             self.computed_tokens += chunk.length
             for position in range(chunk.start, chunk.start + chunk.num_rows):
                 slot = self._slot(chunk.sequence, position)
@@ -182,8 +182,7 @@ class KVSimulation:
                 writers.add(slot)
                 self.slots[slot] = texts[position]
         outcomes: list[Outcome] = []
-        for chunk in plan.chunks:
-            texts = self.texts(chunk.sequence, chunk.drafts)
+        for chunk, texts in zip(plan.chunks, texts_of, strict=True):
             first = 0 if self.window is None else max(0, chunk.start - self.window + 1)
             for position in range(first, chunk.start + chunk.num_rows):
                 assert self.slots[self._slot(chunk.sequence, position)] == texts[position], "another text's KV"

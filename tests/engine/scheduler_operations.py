@@ -71,6 +71,7 @@ class Driver:
         self.first: dict[str, Sequence] = {}  # of each request's sequences
         self.aborted: set[str] = set()
         self.time = 0.0
+        self.idle = False  # nothing has happened since a step that found no work
         self.clients = self.rng.choice([[""], ["a", "b"], ["a", "a", "a", "b", "c"]])
 
     def _sample(self, sequence: Sequence) -> int:
@@ -128,7 +129,8 @@ class Driver:
     def step(self) -> None:
         case, rng = self.case, self.rng
         if not self.scheduler.has_work():
-            assert not self.scheduler.schedule().chunks
+            assert self.idle or not self.scheduler.schedule().chunks
+            self.idle = True
             return
         plan = self.scheduler.schedule()
         assert plan.chunks, f"work is left but nothing runs: {self.scheduler.stats()}"
@@ -149,11 +151,13 @@ class Driver:
     def run(self, operations: int) -> None:
         for _ in range(operations):
             roll = self.rng.random()
+            if roll >= 0.23:
+                self.step()
+                continue
+            self.idle = False
             if roll < 0.2 and len(self.live()) < 40:
                 self.arrive()
             elif roll < 0.22:
                 self.abort()
-            elif roll < 0.23:
-                self.scheduler.reset_prefix_cache()
             else:
-                self.step()
+                self.scheduler.reset_prefix_cache()

@@ -36,7 +36,7 @@ class Transformers:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        torch.set_num_threads(1)  # two threads that wait for each other on a busy machine take ten times as long
+        torch.set_num_threads(1)  # two that wait for each other on a busy machine take ten times as long
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.end: int = self.model.generation_config.eos_token_id
