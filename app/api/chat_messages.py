@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.api.json_fields import one_of, text, wrong
+from app.api.json_fields import check_names, name_hint, one_of, text, wrong
 from engine.errors import InvalidRequestError
 
 MAX_MESSAGES = 10_000
@@ -26,8 +26,8 @@ _OF_ROLE = {"assistant": OUTPUT_ONLY | {"tool_calls"}, "tool": frozenset({"tool_
 
 _MAY_BE_EMPTY = ("assistant", "tool")
 
-TEXT_PART = {"text": "text"}
-"""The type of a part that is text, with the field that has it."""
+TEXT_PART = {"text": ("text", "cache_control", "citations", "prompt_cache_breakpoint")}
+"""The type of a part that is text, with the field that has it, and further ones, which have no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,12 @@ def listed(given: object, name: str, must_be: str = "a list of at least 1") -> l
 
 
 def joined_text(
-    content: object, name: str, kinds: Mapping[str, str] = TEXT_PART, *, param: str | None = None
+    content: object, name: str, kinds: Mapping[str, tuple[str, ...]] = TEXT_PART, *, param: str | None = None
 ) -> str:
     """Content as text: a string, or parts of ``kinds``, joined by newlines.
 
     Args:
-        kinds: the types that a part may have, each with the field that has its text.
+        kinds: the types that a part may have, each with the field that has its text, and further ones.
         param: the field to blame, if it is not the part.
 
     Raises:
@@ -114,7 +114,7 @@ def joined_text(
     texts: list[str] = []
     for i, part in enumerate(content):
         found = one_of(part, f"{name}[{i}]", kinds)
-        key = kinds[found["type"]]
+        key = kinds[found["type"]][0]
         texts.append(text(found.get(key), f"{name}[{i}].{key}", param))
     return "\n".join(texts)
 
@@ -131,8 +131,9 @@ def _message(message: object, index: int) -> ChatMessage:
         if key in ("role", "content", "name") or key in own:
             continue
         if value not in (None, [], ""):
+            hint = name_hint(key, ("role", "content", "name", *own))
             raise InvalidRequestError(
-                f"{name}.{key[:64]} is not supported", f"{name}.{key[:64]}", "unsupported_parameter"
+                f"{name}.{key[:64]} is not supported{hint}", f"{name}.{key[:64]}", "unsupported_parameter"
             )
     if message.get("name") is not None:
         text(message["name"], f"{name}.name")
@@ -168,9 +169,11 @@ def _tool_calls(calls: object, name: str) -> tuple[ToolCall, ...]:
 def _tool_call(call: object, name: str) -> ToolCall:
     if not isinstance(call, dict) or call.get("type", "function") != "function":
         raise wrong(name, call, "a call of type 'function'")
+    check_names(call, name, ("id", "type", "function"))
     function: Any = call.get("function")
     if not isinstance(function, dict):
         raise wrong(f"{name}.function", function, "an object with name and arguments")
+    check_names(function, f"{name}.function", ("name", "arguments"))
     return ToolCall(
         text(call.get("id"), f"{name}.id"),
         text(function.get("name"), f"{name}.function.name"),

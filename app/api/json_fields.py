@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
 from app.api.errors import show
@@ -16,8 +17,15 @@ _SAME = (
     ("stop", "stop_sequences", "stop_sequence"),
     ("n", "num_return_sequences"),
     ("seed", "random_seed"),
+    ("user", "user_id"),
 )
 """Names that APIs and libraries have for one parameter; spelling does not tell that they mean the same."""
+
+_LEAST_LETTERS = 4
+"""Of a name that may be misspelt: of shorter ones every other is a misspelling."""
+
+_MOST_LETTERS = 40
+"""Of a name that may be a misspelling."""
 
 
 def known_fields(
@@ -47,9 +55,69 @@ def unknown(name: str, known: Collection[str]) -> InvalidRequestError:
 def name_hint(name: str, known: Collection[str]) -> str:
     """``; did you mean 'stop'?``, or nothing if no ``known`` name is near or means the same elsewhere."""
     name = name.lower()
-    same = [other for group in _SAME if name in group for other in group]
+    same = _same(name)
     meant = next((other for other in same if other in known), "") if same else nearest(name, sorted(known))
     return f"; did you mean {meant!r}?" if meant else ""
+
+
+def _same(name: str) -> list[str]:
+    return [other for group in _SAME if name in group for other in group]
+
+
+def only_known(value: Mapping[str, Any], name: str, known: Collection[str]) -> None:
+    """Refuse a field of the object ``name`` that is not ``known``, unless it is ``null``."""
+    for key, entry in value.items():
+        if key not in known and entry is not None:
+            raise _unknown_in(name, key, name_hint(key, known))
+
+
+def check_names(value: Mapping[str, Any], name: str, known: tuple[str, ...]) -> None:
+    """Refuse a field of the object ``name`` that is not ``known`` but written almost like one that is.
+
+    Fields that are like none pass without effect: clients send back what other servers, or they themselves,
+    have added to an answer, and newer SDKs know more names.
+    """
+    for key, entry in value.items():
+        if key not in known and entry is not None and (meant := _misspelt(key, known)):
+            raise _unknown_in(name, key, f"; did you mean {meant!r}?")
+
+
+def _unknown_in(name: str, key: str, hint: str) -> InvalidRequestError:
+    message = f"{name} has {show(key)}, which is not a known field of it{hint}"
+    return InvalidRequestError(message, f"{name}.{key[:64]}", "unknown_parameter")
+
+
+def _misspelt(name: str, known: tuple[str, ...]) -> str:
+    """The ``known`` name from which ``name`` differs by a letter, or by how words are joined; else empty.
+
+    A body may have 100,000 names, too many to measure the distance of each from all that are known.
+    """
+    if len(name) > _MOST_LETTERS:
+        return ""
+    spellings, word = _spellings(known), _letters(name)
+    if word in spellings:
+        return spellings[word]
+    for i in range(len(word)):
+        if (one := word[:i] + word[i + 1 :]) in spellings:
+            return spellings[one]
+    return ""
+
+
+@cache
+def _spellings(known: tuple[str, ...]) -> dict[str, str]:
+    """The known names by their letters, by all letters but one, and by names that mean the same elsewhere.
+
+    Two names with the same letters but one differ by a letter that is missing, wrong, or misplaced.
+    """
+    found = {_letters(other): name for name in known for other in _same(name)}
+    for name in known:
+        if len(word := _letters(name)) >= _LEAST_LETTERS:
+            found |= {word[:i] + word[i + 1 :]: name for i in range(len(word))} | {word: name}
+    return found
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
 
 
 def text(value: object, name: str, param: str | None = None) -> str:
@@ -105,11 +173,11 @@ def boolean(fields: dict[str, Any], name: str, prefix: str = "") -> bool:
     return bool(value)
 
 
-def one_of(value: object, name: str, kinds: Collection[str]) -> dict[str, Any]:
-    """``value`` as an object whose ``type`` is one of ``kinds``.
+def one_of(value: object, name: str, kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """``value`` as an object whose ``type`` is one of ``kinds``, which have the names of its other fields.
 
     Raises:
-        InvalidRequestError: it is not; the message names both.
+        InvalidRequestError: it is not, and the message names both; or a name is misspelt (``check_names``).
     """
     kind = value.get("type") if isinstance(value, dict) else value
     if not isinstance(value, dict) or not isinstance(kind, str) or kind not in kinds:
@@ -118,6 +186,7 @@ def one_of(value: object, name: str, kinds: Collection[str]) -> dict[str, Any]:
             name,
             "unsupported_parameter" if isinstance(kind, str) else "invalid_value",
         )
+    check_names(value, name, ("type", *kinds[kind]))
     return value
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from app.api.errors import show
-from app.api.json_fields import name_hint, text, wrong
+from app.api.json_fields import only_known, text, wrong
 from engine.errors import InvalidRequestError
 from engine.structured_output import StructuredOutput
 
@@ -66,7 +65,7 @@ def _response_format(value: Any) -> StructuredOutput | None:
         must_be = f"one of {', '.join(_RESPONSE_FORMATS)}"
         raise wrong("response_format.type", asked, must_be, "response_format")
     kind = value["type"]
-    _only("response_format", value, {"type", "json_schema"} if kind == "json_schema" else {"type"})
+    only_known(value, "response_format", {"type", "json_schema"} if kind == "json_schema" else {"type"})
     if kind == "text":
         return None
     if kind == "json_object":
@@ -76,7 +75,7 @@ def _response_format(value: Any) -> StructuredOutput | None:
         raise wrong(
             "response_format.json_schema", described, "an object with name and schema", "response_format"
         )
-    _only("response_format.json_schema", described, {"schema", *_SCHEMA_HINTS})
+    only_known(described, "response_format.json_schema", {"schema", *_SCHEMA_HINTS})
     schema = described.get("schema")
     return StructuredOutput("json_object") if schema is None else _schema(schema, "response_format")
 
@@ -86,24 +85,13 @@ def _structured_outputs(value: Any) -> StructuredOutput | None:
     if not isinstance(value, dict):
         raise wrong(name, value, f"an object with one of {', '.join(_KINDS)}")
     given = {key: entry for key, entry in value.items() if entry is not None and entry is not False}
-    _only(name, given, set(_KINDS))
+    only_known(given, name, _KINDS)
     if len(given) != 1:
         raise InvalidRequestError(
             f"{name} has {len(given)} forms but must have one of {', '.join(_KINDS)}", name
         )
     ((kind, entry),) = given.items()
     return _KINDS[kind](entry, f"{name}.{kind}")
-
-
-def _only(name: str, value: dict[str, Any], known: set[str]) -> None:
-    for key, entry in value.items():
-        if key not in known and entry is not None:
-            field = f"{name}.{key[:64]}"
-            raise InvalidRequestError(
-                f"{name} has {show(key)}, which is not a known field of it{name_hint(key, known)}",
-                field,
-                "unknown_parameter",
-            )
 
 
 def _schema(value: Any, name: str) -> StructuredOutput:

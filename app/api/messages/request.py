@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from app.api.chat_messages import joined_text, listed
-from app.api.json_fields import integer, known_fields, one_of, text, wrong
+from app.api.json_fields import check_names, integer, known_fields, one_of, text, wrong
 from app.api.openai_types import ChatRequest
 from app.api.translation import chat_request
 
@@ -30,8 +30,35 @@ REFUSED = {
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 """Fields of this route by those of the chat route that they become."""
 
-THINKING = ("enabled", "disabled", "adaptive", "between_tools")
-CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+# The fields of objects, by type where there are several; those that are not read have no effect.
+_TEXT = ("text", "cache_control", "citations")
+_USER = {
+    "text": _TEXT,
+    "tool_result": ("tool_use_id", "content", "is_error", "cache_control", "toolset_name"),
+}
+_ASSISTANT = {
+    "text": _TEXT,
+    "tool_use": ("id", "name", "input", "cache_control", "caller", "toolset_name"),
+    "thinking": ("thinking", "signature"),
+    "redacted_thinking": ("data",),
+}
+_TOOL = {
+    "custom": (
+        "name", "description", "input_schema", "cache_control", "strict", "defer_loading", "allowed_callers",
+        "eager_input_streaming", "input_examples",
+    )
+}  # fmt: skip
+_THINKING = {
+    "enabled": ("budget_tokens", "display", "block_binding"),
+    "adaptive": ("display", "block_binding"),
+    "between_tools": (),
+    "disabled": (),
+}
+_CHOICES = dict.fromkeys(("auto", "none", "any", "tool"), ("name", "disable_parallel_tool_use"))
+_OUTPUT = ("format", "effort", "task_budget")
+
+_CHOSEN = {"auto": "auto", "none": "none", "any": "required"}
+"""The chat route's choices of tools, by those of this route."""
 
 
 def parse_messages_request(body: dict[str, Any]) -> ChatRequest:
@@ -65,10 +92,11 @@ def _chat(fields: dict[str, Any], chat: dict[str, Any]) -> ChatRequest:
     metadata = fields.get("metadata", {})
     if not isinstance(metadata, dict):
         raise wrong("metadata", metadata, "an object")
+    check_names(metadata, "metadata", ("user_id",))
     if metadata.get("user_id") is not None:
         chat["user"] = text(metadata["user_id"], "metadata.user_id")
     if "thinking" in fields:
-        thinking = one_of(fields["thinking"], "thinking", THINKING)["type"]
+        thinking = one_of(fields["thinking"], "thinking", _THINKING)["type"]
         if thinking in ("enabled", "disabled"):
             chat["chat_template_kwargs"] = {"enable_thinking": thinking == "enabled"}
     form = _format(fields.get("output_config", {}))
@@ -85,6 +113,7 @@ def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
         name = f"messages[{i}]"
         if not isinstance(message, dict):
             raise wrong(name, message, "an object with role and content")
+        check_names(message, name, ("role", "content"))
         role, content = message.get("role"), message.get("content")
         if role == "assistant":
             messages.append(_assistant(content, f"{name}.content"))
@@ -103,7 +132,7 @@ def _user(role: str, content: object, name: str) -> list[dict[str, Any]]:
         raise wrong(name, content, "a string or a list of blocks")
     messages: list[dict[str, Any]] = []
     for i, block in enumerate(content):
-        found = one_of(block, f"{name}[{i}]", ("text", "tool_result"))
+        found = one_of(block, f"{name}[{i}]", _USER)
         if found["type"] == "text":
             part = text(found.get("text"), f"{name}[{i}].text")
             if messages and messages[-1]["role"] == role:
@@ -125,7 +154,7 @@ def _assistant(content: object, name: str) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     for i, block in enumerate(content):
         where = f"{name}[{i}]"
-        found = one_of(block, where, ("text", "tool_use", "thinking", "redacted_thinking"))
+        found = one_of(block, where, _ASSISTANT)
         if found["type"] == "text":
             texts.append(text(found.get("text"), f"{where}.text"))
         elif found["type"] == "thinking":
@@ -158,7 +187,7 @@ def _tools(tools: object) -> list[dict[str, Any]]:
     for i, tool in enumerate(tools):
         if isinstance(tool, dict) and tool.get("type") is None:
             tool = {**tool, "type": "custom"}
-        one_of(tool, f"tools[{i}]", ("custom",))
+        one_of(tool, f"tools[{i}]", _TOOL)
         schema = tool.get("input_schema")
         if not isinstance(schema, dict):
             raise wrong(f"tools[{i}].input_schema", schema, "a JSON schema, which is an object", "tools")
@@ -168,11 +197,11 @@ def _tools(tools: object) -> list[dict[str, Any]]:
 
 
 def _add_choice(chat: dict[str, Any], choice: object) -> None:
-    found = one_of(choice, "tool_choice", (*CHOICES, "tool"))
+    found = one_of(choice, "tool_choice", _CHOICES)
     if found["type"] == "tool":
         chat["tool_choice"] = {"type": "function", "function": {"name": found.get("name")}}
     else:
-        chat["tool_choice"] = CHOICES[found["type"]]
+        chat["tool_choice"] = _CHOSEN[found["type"]]
     alone = found.get("disable_parallel_tool_use", False)
     if not isinstance(alone, bool):
         raise wrong("tool_choice.disable_parallel_tool_use", alone, "true or false")
@@ -182,8 +211,9 @@ def _add_choice(chat: dict[str, Any], choice: object) -> None:
 def _format(config: object) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         raise wrong("output_config", config, "an object")
+    check_names(config, "output_config", _OUTPUT)
     form = config.get("format")
     if form is None:
         return None
-    found = one_of(form, "output_config.format", ("json_schema",))
+    found = one_of(form, "output_config.format", {"json_schema": ("schema",)})
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": found.get("schema")}}

@@ -10,7 +10,7 @@ from typing import Any
 
 from app.api.chat_messages import joined_text, listed
 from app.api.errors import show
-from app.api.json_fields import boolean, integer, known_fields, one_of, text, wrong
+from app.api.json_fields import boolean, check_names, integer, known_fields, one_of, only_known, text, wrong
 from app.api.openai_types import ChatRequest, GenerationOptions
 from app.api.translation import chat_request
 from engine.errors import InvalidRequestError
@@ -54,10 +54,28 @@ be sent back as it came."""
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 """Fields of this route by those of the chat route that they become."""
 
-_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""The types of parts that are text, with the field that has it."""
+_PARTS = {
+    "input_text": ("text", "prompt_cache_breakpoint"),
+    "output_text": ("text", "annotations", "logprobs"),
+    "text": ("text",),
+    "refusal": ("refusal",),
+}
+"""The types of parts that are text, with the field that has it, and further ones, which have no effect."""
 
-_REASONING_PART = {"reasoning_text": "text"}
+_REASONING_PART = {"reasoning_text": ("text",)}
+
+# The fields of objects, by type where there are several; those that are not read have no effect.
+_ITEMS = {
+    "message": ("role", "content", "id", "status", "phase"),
+    "function_call": ("call_id", "name", "arguments", "id", "status", "namespace", "caller"),
+    "function_call_output": ("call_id", "output", "id", "status", "name", "namespace", "caller"),
+    "reasoning": ("summary", "content", "encrypted_content", "id", "status"),
+}
+_TOOL = {"function": ("name", "description", "parameters", "strict")}
+_TOOL_HINTS = ("allowed_callers", "async", "defer_loading", "output_schema")
+_CHOICES = {"function": ("name",), "allowed_tools": ("mode", "tools")}
+_FORMS = {"text": (), "json_object": (), "json_schema": ("name", "schema", "description", "strict")}
+_REASONING = ("effort", "summary", "generate_summary", "context", "mode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +120,7 @@ def _echo(fields: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
     reasoning = fields.get("reasoning")
     if not isinstance(reasoning, dict | None):
         raise wrong("reasoning", reasoning, "an object")
+    check_names(reasoning or {}, "reasoning", _REASONING)
     return {
         "background": False,
         "instructions": fields.get("instructions"),
@@ -173,7 +192,7 @@ def _add_item(messages: list[dict[str, Any]], item: object, name: str) -> None:
     """Items of one turn of the assistant become one message."""
     if isinstance(item, dict) and "type" not in item:
         item = {**item, "type": "message"}
-    found = one_of(item, name, ("message", "function_call", "function_call_output", "reasoning"))
+    found = one_of(item, name, _ITEMS)
     kind = found["type"]
     if kind == "message":
         role = found.get("role")
@@ -215,8 +234,9 @@ def _tools(tools: object) -> list[dict[str, Any]]:
         raise wrong("tools", tools, "a list of tools")
     found: list[dict[str, Any]] = []
     for i, tool in enumerate(tools):
-        function = dict(one_of(tool, f"tools[{i}]", ("function",)))
-        del function["type"]
+        given = one_of(tool, f"tools[{i}]", _TOOL)
+        only_known(given, f"tools[{i}]", ("type", *_TOOL["function"], *_TOOL_HINTS))
+        function = {name: given[name] for name in _TOOL["function"] if name in given}
         found.append({"type": "function", "function": function})
     return found
 
@@ -224,25 +244,25 @@ def _tools(tools: object) -> list[dict[str, Any]]:
 def _tool_choice(choice: object) -> object:
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") == "allowed_tools":
+    if one_of(choice, "tool_choice", _CHOICES)["type"] == "allowed_tools":
         tools = choice.get("tools")
         if isinstance(tools, list):
             tools = [_tool_choice(entry) for entry in tools]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-    one_of(choice, "tool_choice", ("function",))
     return {"type": "function", "function": {"name": choice.get("name")}}
 
 
 def _text_format(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong("text", value, "an object with format")
-    for key in value:
-        if key not in ("format", "verbosity"):
-            raise InvalidRequestError(f"text has {show(key)}, which is not known", "text", "unknown_parameter")
+    only_known(value, "text", ("format", "verbosity"))
     form = value.get("format")
     if form is None:
         return {"type": "text"}
-    return one_of(form, "text.format", ("text", "json_object", "json_schema"))
+    found = one_of(form, "text.format", _FORMS)
+    if found["type"] == "json_schema":
+        only_known(found, "text.format", ("type", *_FORMS["json_schema"]))
+    return found
 
 
 def _response_format(form: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from app.api.errors import show
-from app.api.json_fields import boolean, name_hint, text, wrong
+from app.api.json_fields import boolean, check_names, only_known, text, wrong
 from engine.errors import InvalidRequestError
 
 MAX_TOOLS = 128
@@ -116,17 +116,11 @@ def _tool(entry: object, name: str) -> Tool:
             "tools",
             "unsupported_parameter",
         )
+    check_names(entry, name, ("type", "function"))
     function = entry.get("function")
     if not isinstance(function, dict):
         raise wrong(f"{name}.function", function, "an object with name, description and parameters", "tools")
-    for key in function:
-        if key not in _FUNCTION:
-            hint = name_hint(key, _FUNCTION)
-            raise InvalidRequestError(
-                f"{name}.function has {show(key)}, which is not a known parameter{hint}",
-                "tools",
-                "unknown_parameter",
-            )
+    only_known(function, f"{name}.function", _FUNCTION)
     parameters = function.get("parameters")
     if parameters is not None:
         check_schema(parameters, f"{name}.function.parameters")
@@ -194,6 +188,7 @@ def _allowed(value: object, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], 
     if not isinstance(value, dict) or value.get("mode") not in ("auto", "required"):
         must_be = "an object with tools and the mode 'auto' or 'required'"
         raise wrong(name, value.get("mode") if isinstance(value, dict) else value, must_be, "tool_choice")
+    check_names(value, name, ("mode", "tools"))
     listed = value.get("tools")
     if not isinstance(listed, list) or not 0 < len(listed) <= MAX_TOOLS:
         raise wrong(f"{name}.tools", listed, f"a list of 1 to {MAX_TOOLS} tools", "tool_choice")
@@ -221,6 +216,8 @@ def _choice(value: object, tools: tuple[Tool, ...]) -> tuple[ToolChoice, str]:
             "tool_choice",
             "unsupported_parameter",
         )
+    check_names(value, "tool_choice", ("type", "function"))
+    check_names(function, "tool_choice.function", ("name",))
     named = function.get("name")
     if named not in [tool.name for tool in tools]:
         raise InvalidRequestError(f"tool_choice names {show(named)}, which is not in tools", "tool_choice")

@@ -1,8 +1,11 @@
-"""Any JSON in the place of any field is accepted or refused with words; nothing else comes of it."""
+"""Any JSON in the place of any field is accepted or refused with words, and misspelt fields are refused at any
+depth; nothing else comes of it."""
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from app.api.messages.request import parse_messages_request
 from app.api.openai_types import parse_chat
 from app.api.responses.request import parse_responses
-from engine.errors import QuireError
+from engine.errors import InvalidRequestError, QuireError
 
 TOOL = {
     "name": "f",
@@ -102,6 +105,11 @@ JSON = st.recursive(
 )
 
 
+def at(value: Any, path: tuple[Any, ...]) -> Any:
+    """The value at a path in a JSON value."""
+    return functools.reduce(operator.getitem, path, value)
+
+
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The path of each value in a JSON value."""
     inner = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
@@ -129,3 +137,96 @@ def test_anything_anywhere_is_accepted_or_refused(route: str, data: st.DataObjec
         parse(body)
     except QuireError as error:
         assert len(str(error)) < 600  # noqa: PT017 - it may be accepted, too
+
+
+SCHEMAS = {"parameters", "input_schema", "schema"}
+OBJECTS = [
+    (route, path)
+    for route, (_, body) in ROUTES.items()
+    for path in places(body)
+    if isinstance(at(body, path), dict) and not SCHEMAS.intersection(path)
+]
+STRICT: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "chat": ((), ("messages", 0), ("messages", 1), ("messages", 2), ("tools", 0, "function")),
+    "responses": ((), ("tools", 0), ("text",), ("text", "format")),
+    "messages": ((),),
+}
+"""Objects that take no field that is not known; clients have fields of their own in others."""
+
+
+def with_field(route: str, path: tuple[Any, ...], name: str, value: Any) -> dict[str, Any]:
+    """The example of ``route`` with one field more in the object at ``path``."""
+    body: dict[str, Any] = json.loads(json.dumps(ROUTES[route][1]))
+    at(body, path)[name] = value
+    return body
+
+
+@pytest.mark.parametrize(("route", "path"), OBJECTS)
+def test_a_misspelt_field_is_refused_with_the_name_that_was_meant(route: str, path: tuple[Any, ...]) -> None:
+    parse, example = ROUTES[route]
+    for name in [name for name in at(example, path) if len(name) > 3]:
+        camel = "".join(word.capitalize() for word in name.split("_"))
+        swapped = name[:2] + name[3] + name[2] + name[4:]
+        for misspelt in {f"{name}s", name[:-2] + name[-1], f"{name[:-1]}z", swapped, camel} - {name}:
+            with pytest.raises(InvalidRequestError) as caught:
+                parse(with_field(route, path, misspelt, "x"))
+            assert f"{misspelt!r}" in caught.value.message or f".{misspelt} " in caught.value.message
+            assert f"did you mean {name!r}?" in caught.value.message
+            assert caught.value.code in ("unknown_parameter", "unsupported_parameter")
+            assert (caught.value.param or "").endswith(misspelt)
+            parse(with_field(route, path, misspelt, None))
+
+
+@pytest.mark.parametrize(("route", "path"), OBJECTS)
+def test_a_field_that_is_like_none_passes_where_clients_have_their_own(
+    route: str, path: tuple[Any, ...]
+) -> None:
+    parse, _ = ROUTES[route]
+    body = with_field(route, path, "x_client", {"a": 1})
+    if path in STRICT[route]:
+        with pytest.raises(InvalidRequestError, match="x_client"):
+            parse(body)
+    else:
+        parse(body)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "message"),
+    [
+        (
+            "responses",
+            {"reasoning": {"efort": "low"}},
+            "reasoning has 'efort', which is not a known field of it; did you mean 'effort'?",
+        ),
+        (
+            "responses",
+            {"text": {"verbose": "low"}},
+            "text has 'verbose', which is not a known field of it; did you mean 'verbosity'?",
+        ),
+        (
+            "responses",
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "texts": "b"}]}]},
+            "input[0].content[0] has 'texts', which is not a known field of it; did you mean 'text'?",
+        ),
+        (
+            "messages",
+            {"metadata": {"user": "u"}},
+            "metadata has 'user', which is not a known field of it; did you mean 'user_id'?",
+        ),
+        (
+            "messages",
+            {"thinking": {"type": "enabled", "budgetTokens": 1024}},
+            "thinking has 'budgetTokens', which is not a known field of it; did you mean 'budget_tokens'?",
+        ),
+        (
+            "chat",
+            {"messages": [{"role": "user", "contents": "a", "content": "b"}]},
+            "messages[0].contents is not supported; did you mean 'content'?",
+        ),
+    ],
+)
+def test_the_place_of_a_misspelt_field_is_told(route: str, fields: dict[str, Any], message: str) -> None:
+    parse, example = ROUTES[route]
+    with pytest.raises(InvalidRequestError) as caught:
+        parse({**json.loads(json.dumps(example)), **fields})
+    assert caught.value.message == message

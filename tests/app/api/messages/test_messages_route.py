@@ -186,6 +186,98 @@ def test_a_last_message_of_the_assistant_is_continued(sdk: anthropic.Anthropic, 
         assert (found.continue_final_message, found.add_generation_prompt) == (continued, not continued)
 
 
+def filled(*types: str, **own: Any) -> dict[str, Any]:
+    """An object with each field of the SDK's types of these names, its preview's types included."""
+    from anthropic import types as stable
+    from anthropic.types import beta as preview
+
+    found = [getattr(stable, name, None) for name in types]
+    found += [getattr(preview, f"Beta{name}", None) for name in types]
+    names = [
+        name
+        for one in filter(None, found)
+        for name in getattr(one, "model_fields", None) or one.__required_keys__ | one.__optional_keys__
+    ]
+    assert names
+    return {**dict.fromkeys(names, "x"), **own}
+
+
+def test_every_field_of_the_sdks_types_is_taken() -> None:
+    a = filled("TextBlockParam", "TextBlock", "ParsedTextBlock", type="text", text="a")
+    messages = [
+        {"role": "user", "content": [a]},
+        filled("Message", role="assistant")  # an answer, sent back whole
+        | {
+            "content": [
+                filled("ThinkingBlockParam", "ThinkingBlock", type="thinking", thinking="b"),
+                filled("RedactedThinkingBlockParam", "RedactedThinkingBlock", type="redacted_thinking"),
+                filled("ToolUseBlockParam", "ToolUseBlock", type="tool_use", id="1", input={}),
+                a,
+            ]
+        },
+        {
+            "role": "user",
+            "content": [
+                filled("ToolResultBlockParam", type="tool_result", tool_use_id="1", content=[a]),
+            ],
+        },
+    ]
+    choices = {
+        "auto": filled("ToolChoiceAutoParam", type="auto"),
+        "required": filled("ToolChoiceAnyParam", type="any"),
+        "named": filled("ToolChoiceToolParam", type="tool", name="f"),
+        "none": filled("ToolChoiceNoneParam", type="none"),
+    }
+    for wanted, choice in choices.items():
+        body: dict[str, Any] = {
+            "max_tokens": 1,
+            "system": [a],
+            "messages": messages,
+            "tools": [{**filled("ToolParam", type="custom"), **TOOL}],
+            "tool_choice": {**choice, "disable_parallel_tool_use": True},
+            "metadata": filled("MetadataParam"),
+        }
+        found = parse_messages_request(body)
+        assert (found.tools.choice, found.options.user) == (wanted, "x")
+        assert [(m.role, m.content, m.reasoning) for m in found.messages] == [
+            ("system", "a", ""), ("user", "a", ""), ("assistant", "a", "b"), ("tool", "a", ""),
+        ]  # fmt: skip
+    form = filled("JSONOutputFormatParam", type="json_schema", schema=SCHEMA)
+    for kind in ("Enabled", "Adaptive", "Disabled", "BetweenTools"):
+        type_of = {"BetweenTools": "between_tools"}.get(kind, kind.lower())
+        thinking = filled(f"ThinkingConfig{kind}Param", type=type_of)
+        config = filled("OutputConfigParam", format=form)
+        asked = {"max_tokens": 1, "messages": [HELLO], "thinking": thinking, "output_config": config}
+        assert parse_messages_request(asked).options.params.structured_output is not None
+
+
+def test_fields_that_agents_send_are_taken() -> None:
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}, "index": 1, "partial_json": "{}"}
+    body = {
+        "max_tokens": 1,
+        "system": [{"type": "text", "text": "s", **cached}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a", "index": 0, **cached}], "id": "m"},
+            {"role": "assistant", "content": [{**call, **cached, "caller": {"type": "direct"}, "extras": {}}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "1", "content": "b", "is_error": True, **cached}
+                ],
+            },
+        ],
+        "tools": [{**TOOL, **cached, "strict": True, "eager_input_streaming": True}],
+        "metadata": {"user_id": "u", "session_id": "s"},
+        "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
+        "output_config": {"effort": "high"},
+        "service_tier": "auto",
+    }
+    found = parse_messages_request(body)
+    assert [message.role for message in found.messages] == ["system", "user", "assistant", "tool"]
+    assert found.options.user == "u"
+
+
 def test_thinking_is_the_templates_variable() -> None:
     for thinking, wanted in (
         ({"type": "enabled", "budget_tokens": 1024}, (("enable_thinking", True),)),

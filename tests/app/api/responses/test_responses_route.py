@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import openai
+import openai.types.responses as sdk_types
 import pydantic
 import pytest
 from local_server import MODEL, LocalServer, wait_until
@@ -210,6 +211,123 @@ def test_the_text_has_the_form_that_is_asked_for(sdk: openai.OpenAI) -> None:
     response = sdk.responses.parse(**sampled, text_format=Light, max_output_tokens=60)
     assert response.output_parsed is not None
     assert isinstance(response.output_parsed.on, bool)
+
+
+def filled(*types: Any, **own: Any) -> dict[str, Any]:
+    """An object with each field of the SDK's ``types``, those of requests and of answers."""
+    names = [
+        name
+        for one in types
+        for name in getattr(one, "model_fields", None) or one.__required_keys__ | one.__optional_keys__
+    ]
+    return {**dict.fromkeys(names, "x"), **own}
+
+
+def test_every_field_of_the_sdks_types_is_taken() -> None:
+    text = [
+        filled(sdk_types.ResponseInputTextParam, type="input_text", text="a"),
+        filled(sdk_types.ResponseInputTextContentParam, type="input_text", text="a"),
+    ]
+    answer = [
+        filled(
+            sdk_types.ResponseOutputTextParam,
+            sdk_types.ParsedResponseOutputText,
+            type="output_text",
+            text="b",
+        ),
+        filled(sdk_types.ResponseOutputRefusalParam, sdk_types.ResponseOutputRefusal, type="refusal"),
+    ]
+    thoughts = [{"type": "reasoning_text", "text": "c"}]
+    items = [
+        filled(
+            sdk_types.EasyInputMessageParam,
+            sdk_types.response_input_item_param.Message,
+            type="message",
+            role="user",
+            content=text,
+        ),
+        filled(sdk_types.ResponseReasoningItemParam, sdk_types.ResponseReasoningItem, type="reasoning")
+        | {"content": thoughts},
+        filled(
+            sdk_types.ResponseOutputMessageParam,
+            sdk_types.ParsedResponseOutputMessage,
+            type="message",
+            role="assistant",
+            content=answer,
+        ),
+        filled(
+            sdk_types.ResponseFunctionToolCallParam,
+            sdk_types.ParsedResponseFunctionToolCall,
+            sdk_types.ResponseFunctionToolCallItem,
+            type="function_call",
+            call_id="1",
+        ),
+        filled(
+            sdk_types.response_input_item_param.FunctionCallOutput,
+            sdk_types.ResponseFunctionToolCallOutputItem,
+            type="function_call_output",
+            call_id="1",
+            output=text,
+        ),
+    ]
+    called = filled(sdk_types.ToolChoiceFunctionParam, type="function", name="f")
+    body: dict[str, Any] = {
+        "input": items,
+        "tools": [filled(sdk_types.FunctionToolParam, **TOOL)],
+        "tool_choice": filled(
+            sdk_types.ToolChoiceAllowedParam, type="allowed_tools", mode="auto", tools=[called]
+        ),
+        "reasoning": filled(openai.types.shared_params.Reasoning),
+    }
+    chat = parse_responses(body).chat
+    assert [(m.role, m.content, m.reasoning) for m in chat.messages] == [
+        ("user", "a\na", ""), ("assistant", "b\nx", "c"), ("tool", "a\na", ""),
+    ]  # fmt: skip
+    assert [tool.name for tool in chat.tools.tools] == ["f"]
+    assert parse_responses({**body, "tool_choice": called}).chat.tools.named == "f"
+    for of_form in ({"type": "text"}, {"type": "json_object"}, {"schema": {}, "strict": True, "name": "n"}):
+        form = filled(sdk_types.ResponseFormatTextJSONSchemaConfigParam, **{"type": "json_schema", **of_form})
+        parse_responses({"input": "a", "text": filled(sdk_types.ResponseTextConfigParam, format=form)})
+
+
+def test_fields_that_agents_send_are_taken() -> None:
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "a"}]},
+        {"role": "user", "content": [{"type": "text", "text": "b", "index": 0, "id": "1", "extras": {}}]},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [{"type": "summary_text", "text": "s"}],
+            "content": None,
+            "encrypted_content": "gAAAA",
+        },
+        {"type": "function_call", "id": "fc_1", "name": "f", "arguments": "{}", "call_id": "1", "index": 1},
+        {"type": "function_call_output", "call_id": "1", "output": "c", "is_error": False, "success": True},
+    ]
+    body = {
+        "input": items,
+        "instructions": "i",
+        "tools": [{**TOOL, "description": "d", "strict": False}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "text": {"verbosity": "low"},
+        "service_tier": "auto",
+        "metadata": {"user": "u", "users": "v"},
+    }
+    found = parse_responses(body)
+    assert [message.role for message in found.chat.messages] == [
+        "system",
+        "system",
+        "user",
+        "assistant",
+        "tool",
+    ]
+    assert found.echo["metadata"] == {"user": "u", "users": "v"}
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_the_model_is_not_told_of_tools_that_it_must_not_call() -> None:
         ({"tools": [function(parameters=[])]}, "tools", ["parameters is a list of 0", "JSON schema"]),
         ({"tools": [function(parameters={"type": "array"})]}, "tools", ["'array'", "'object'"]),
         ({"tools": [function(parameters={"type": {}})]}, "tools", ["an object", "'object'"]),
-        ({"tools": [function(more=1)]}, "tools", ["'more'", "not a known parameter"]),
+        ({"tools": [function(more=1)]}, "tools[0].function.more", ["'more'", "not a known field of it"]),
         ({"tools": [function(description=1)]}, "tools", ["description is 1"]),
         ({"tools": [function(description="\ud800")]}, "tools", ["surrogate"]),
         ({"tools": [function(parameters={"\ud800": 1})]}, "tools", ["surrogate"]),
