@@ -37,8 +37,18 @@ _names = itertools.count()
 
 def expected_tokens(prompt: list[int], count: int, sequence: int = 0, weights: int = 0) -> list[int]:
     """What the engine makes of ``prompt``; ``count`` is the request's ``max_tokens``."""
-    first = sum(prompt) + 100 * sequence + weights
-    return [(first + index) % LIMITS.vocab_size for index in range(count - sequence)]
+    first = sum(prompt) + weights
+    return [token_at(first, index, sequence) for index in range(count - sequence)]
+
+
+def token_at(first: int, index: int, sequence: int = 0) -> int:
+    """One of a sequence's tokens; ``first`` is the sum of the prompt and the weights."""
+    return (first + 100 * sequence + index) % LIMITS.vocab_size
+
+
+def prompt_of(request: Request) -> list[int]:
+    """Without what an attempt before has generated."""
+    return request.token_ids[: len(request.token_ids) - request.generated_before]
 
 
 def model(weights: int = 0) -> ModelIdentity:
@@ -55,6 +65,7 @@ class CountingEngine:
         self.weights = weights
         self.live: dict[str, Request] = {}
         self.made: dict[str, dict[int, int]] = {}  # tokens that each live sequence has
+        self.firsts: dict[str, int] = {}  # of each request, for ``token_at``
         self.aborted: list[str] = []
         self.ended: list[tuple[str, int]] = []  # sequences
         self.submitted: list[str] = []
@@ -73,6 +84,7 @@ class CountingEngine:
         else:
             made = {0: request.generated_before, **dict.fromkeys(range(1, request.params.n), 0)}
         self.made[request.request_id] = made
+        self.firsts[request.request_id] = sum(prompt_of(request)) + self.weights
 
     def abort(self, request_id: str) -> None:
         if self.live.pop(request_id, None) is not None:
@@ -97,19 +109,20 @@ class CountingEngine:
 
     def _advance(self, request: Request) -> Iterator[TokenDelta]:
         name, params, made = request.request_id, request.params, self.made[request.request_id]
-        prompt = request.token_ids[: len(request.token_ids) - request.generated_before]
+        first = self.firsts[name]
         assert params.max_tokens is not None
         for sequence in sorted(made, reverse=True):
             index = made[sequence]
-            whole = expected_tokens(prompt, params.max_tokens, sequence, self.weights)
             made[sequence] = index + 1
             if params.ranked:
                 continue
             reason = None
-            if index + 1 == len(whole):
+            assert index < params.max_tokens - sequence
+            if index + 1 == params.max_tokens - sequence:
                 reason = FinishReason.LENGTH
                 del made[sequence]
-            delta = TokenDelta(name, index, (whole[index],), reason, 4, sequence=sequence, final=not made)
+            token = token_at(first, index, sequence)
+            delta = TokenDelta(name, index, (token,), reason, 4, sequence=sequence, final=not made)
             if sequence == 0 and index == request.generated_before:
                 delta.stats = STATS
             elif reason is not None:
@@ -118,7 +131,7 @@ class CountingEngine:
         if params.ranked and made[0] == params.max_tokens:
             made.clear()
             for sequence in range(params.n):
-                whole = expected_tokens(prompt, params.max_tokens, sequence, self.weights)
+                whole = expected_tokens(prompt_of(request), params.max_tokens, sequence, self.weights)
                 final = sequence == params.n - 1
                 yield TokenDelta(
                     name, 0, tuple(whole), FinishReason.LENGTH, 4, sequence=sequence, final=final, score=0.0
