@@ -83,6 +83,13 @@ class BreakableCluster(LocalCluster):
         self._wanted = self._wanted if replicas is None else replicas
         super().scale(self._wanted, ingresses)
 
+    def stop(self) -> None:
+        """See ``LocalCluster.stop``; no client is left for whom an ingress would answer some seconds more."""
+        for pid in self.ingress_pids():
+            with contextlib.suppress(ProcessLookupError):
+                self.kill(pid)
+        super().stop()
+
     def ensure(self, **options: Any) -> None:
         """Deploy, unless exactly that is deployed already."""
         if self.options != options:
