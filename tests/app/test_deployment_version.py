@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,12 @@ def as_serve_gets_them(**args: Any) -> dict[str, DeploymentConfig]:
     return found
 
 
+@cache
+def changed(name: str = "") -> dict[str, DeploymentConfig]:
+    """The same with one of ``CHANGES``, or with none; made once for all tests."""
+    return as_serve_gets_them(**({name: CHANGES[name]} if name else {}))
+
+
 def test_replicas_run_on_one_loop_and_none_has_an_environment_of_its_own() -> None:
     """Ray loads twice in a worker that has one."""
     built = build_app(application.assemble(config.load(FIXED, {}), Replica), name="quire")
@@ -83,7 +90,7 @@ def test_serve_knows_what_restarts_haproxy_soon() -> None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_option_restarts_what_it_concerns(name: str) -> None:
-    before, after = as_serve_gets_them(), as_serve_gets_them(**{name: CHANGES[name]})
+    before, after = changed(), changed(name)
     restarted = {one for one in before if before[one].version != after[one].version}
     assert restarted == set(config.OPTIONS[name].restarts)
 
@@ -113,9 +120,9 @@ def test_other_options_leave_engines_as_they_are() -> None:
 
 def test_no_option_of_args_reconfigures_an_ingress() -> None:
     """While it reconfigures, Serve takes it from HAProxy, and there may be no other."""
-    before = as_serve_gets_them()["ingress"].user_config
-    for name, value in CHANGES.items():
-        assert as_serve_gets_them(**{name: value})["ingress"].user_config == before
+    before = changed()["ingress"].user_config
+    for name in CHANGES:
+        assert changed(name)["ingress"].user_config == before
 
 
 def test_equal_options_make_equal_deployments() -> None:
