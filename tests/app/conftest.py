@@ -11,6 +11,8 @@ from engine_stats import SCALING
 from local_server import CONTEXT, MODEL, POOL, LocalServer, serve_locally
 from small_model import save_small
 
+from app.api.prompt_tokenizer import PromptTokenizer
+from app.api.tokenizer_parts import TokenizerParts
 from app.metrics.engine_figures import engine_samples
 from app.metrics.fleet_figures import FleetFigures, ModelFigures
 from app.metrics.samples import pack
@@ -21,6 +23,17 @@ from engine.config import EngineConfig
 def small_model(tmp_path_factory: pytest.TempPathFactory, bundled_model: Path) -> Path:
     """A random model that computes little, for tests that need much text but no sense in it."""
     return save_small(tmp_path_factory.mktemp("small"), bundled_model, 1, 8192)
+
+
+@pytest.fixture(scope="session")
+def bundled_tokenizer(bundled_model: Path) -> PromptTokenizer:
+    return PromptTokenizer(TokenizerParts.read(bundled_model))
+
+
+@pytest.fixture
+def one_tokenizer(monkeypatch: pytest.MonkeyPatch, bundled_tokenizer: PromptTokenizer) -> None:
+    """Ingress replicas share the bundled model's tokenizer: each takes a quarter of a second."""
+    monkeypatch.setattr("app.ingress_model.PromptTokenizer", lambda parts: bundled_tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,6 @@ from ingress_support import ingress_for, only_model
 from loopback import LoopbackHandle
 
 from app import config
-from app.api.prompt_tokenizer import PromptTokenizer
-from app.api.tokenizer_parts import TokenizerParts
 from app.fleet.generation import UnavailableError
 from app.ingress import IngressReplica
 from engine.errors import ConfigError
@@ -23,14 +21,8 @@ from engine.models.folders import BUNDLED_NAME
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
 
 
-@pytest.fixture(scope="module")
-def tokenizer(bundled_model: Path) -> PromptTokenizer:
-    return PromptTokenizer(TokenizerParts.read(bundled_model))
-
-
 @pytest.fixture(autouse=True)
-def _no_cluster(monkeypatch: pytest.MonkeyPatch, tokenizer: PromptTokenizer) -> None:
-    monkeypatch.setattr("app.ingress_model.PromptTokenizer", lambda parts: tokenizer)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch, one_tokenizer: None) -> None:
     monkeypatch.setattr("app.ingress_model.tokenizer_digest", lambda _: "tokenizer")
     monkeypatch.setattr("app.fleet.victim_feed._read_internal_kv", lambda _: None)
 

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never 
 
 
 @pytest.fixture(autouse=True)
-def _no_cluster(monkeypatch: pytest.MonkeyPatch, bundled_model: object) -> None:
+def _no_cluster(monkeypatch: pytest.MonkeyPatch, one_tokenizer: None) -> None:
     monkeypatch.setattr("app.ingress_model.tokenizer_digest", lambda _: "tokenizer")
     # The replicas and their channels are on the test's loop.
     monkeypatch.setattr(

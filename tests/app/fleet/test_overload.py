@@ -209,6 +209,7 @@ def test_it_looks_by_itself_and_once_only() -> None:
     assert setting.overload.inspect()["expected_wait_s"] == 50.0
 
 
+@pytest.mark.usefixtures("one_tokenizer")
 @pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
 @pytest.mark.parametrize(("shadow", "limit"), [(True, 4.0), (False, 64.0)])
 def test_an_ingress_admits_for_the_replicas_that_demand_can_bring(shadow: bool, limit: float) -> None:
@@ -241,7 +242,7 @@ def replicas_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
-@pytest.mark.usefixtures("replicas_tokenizer")
+@pytest.mark.usefixtures("replicas_tokenizer", "one_tokenizer")
 def test_a_live_option_that_is_not_named_keeps_what_was_given_at_the_start() -> None:
     async def test() -> None:
         ingress = ingress_for(config.load({"max_live_choices": 100, "instance": "x"}, {}), LoopbackHandle(1))
@@ -257,7 +258,7 @@ def test_a_live_option_that_is_not_named_keeps_what_was_given_at_the_start() -> 
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
-@pytest.mark.usefixtures("replicas_tokenizer")
+@pytest.mark.usefixtures("replicas_tokenizer", "one_tokenizer")
 @pytest.mark.parametrize("wrong", [{"block_size": 8}, {"max_live_choices": 0}, {1: 2}])
 def test_a_wrong_user_config_fails_a_start_and_changes_nothing_later(
     wrong: dict[Any, Any], caplog: pytest.LogCaptureFixture

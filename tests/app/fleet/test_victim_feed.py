@@ -240,6 +240,7 @@ def test_stopping_does_not_wait_for_an_answer() -> None:
 
 
 # Collecting the object calls __del__ once more, outside Serve with nobody to await it.
+@pytest.mark.usefixtures("one_tokenizer")
 @pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
 @pytest.mark.parametrize("scales", [True, False])
 def test_an_ingress_looks_only_where_the_number_of_replicas_changes(
