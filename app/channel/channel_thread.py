@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from typing import Any
 
 WITHIN_S = 10.0
 """How long the start waits for the loop, which answers at once unless it hangs."""
@@ -63,6 +64,19 @@ def routers_loop() -> asyncio.AbstractEventLoop | None:
         logger.warning("channels run in a thread of their own, which costs more: this Ray differs (%s)", error)
         return None
     return loop
+
+
+def read_on_this_loop(stream: Any) -> None:
+    """Tell Serve that a ``stream`` is read on the loop on which it arrives, once its first message has.
+
+    Serve assumes that whoever reads runs on another loop than its routers: each message then takes two futures
+    and wakes the loop twice. What is set here is private to Serve; a stream that differs is left alone.
+    """
+    result: Any = getattr(stream, "_replica_result", None)
+    if getattr(result, "_grpc_call_loop", None) is not asyncio.get_running_loop():
+        return
+    if getattr(result, "_calling_from_same_loop", None) is False:
+        result._calling_from_same_loop = True
 
 
 def ray_runs() -> bool:

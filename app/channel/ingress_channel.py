@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from app.background import Background
 from app.channel import wire
+from app.channel.channel_thread import read_on_this_loop
 from app.channel.engine_calls import EngineCall, EngineCalls
 from app.channel.engine_channel import UnknownEpochError
 from app.channel.failures import cancel_call, describe, is_defect
@@ -375,6 +376,8 @@ class IngressChannel:
             async with asyncio.timeout(within_s) as limit:
                 watch = loop.create_task(self._watch(epoch, limit))
                 async for data in self._generator:
+                    if self._frames == 0:
+                        read_on_this_loop(self._generator)
                     self._on_frame(epoch, wire.unpack_frame(data))
                     if self._frames == 1 and not self._end_reason:
                         limit.reschedule(None)

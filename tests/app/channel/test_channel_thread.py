@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import pickle
 import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ray.serve._private.common import RequestMetadata
+from ray.serve._private.replica_result import gRPCReplicaResult
 from ray.serve._private.router import SingletonThreadRouter
+from ray.serve.generated.serve_pb2 import ASGIResponse
+from ray.serve.handle import DeploymentResponseGenerator
 
 from app.channel import channel_thread
-from app.channel.channel_thread import ChannelThread, routers_loop
+from app.channel.channel_thread import ChannelThread, read_on_this_loop, routers_loop
 
 NAME = "_get_singleton_asyncio_loop"
 
@@ -64,3 +73,70 @@ def test_a_loop_that_hangs_ends_the_start_with_an_error(monkeypatch: pytest.Monk
         loop.run_until_complete(asyncio.sleep(0))
     finally:
         loop.close()
+
+
+class Call:
+    """A call over Serve's transport whose messages are here."""
+
+    def __init__(self, *messages: bytes) -> None:
+        self._messages = messages
+
+    async def __aiter__(self) -> AsyncIterator[ASGIResponse]:
+        for message in self._messages:
+            yield ASGIResponse(serialized_message=pickle.dumps(message))
+
+    def add_done_callback(self, callback: Any) -> None:
+        pass
+
+
+def serves_stream(loop: asyncio.AbstractEventLoop, *messages: bytes) -> DeploymentResponseGenerator[bytes]:
+    """A stream of Serve that arrives on ``loop``."""
+    metadata = RequestMetadata("request", "internal", is_streaming=True, _on_separate_loop=True)
+    result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    result.set_result(gRPCReplicaResult(Call(*messages), metadata, None, loop))
+    return DeploymentResponseGenerator(result, metadata)
+
+
+def test_a_stream_is_read_without_futures_on_the_loop_on_which_it_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        stream = serves_stream(asyncio.get_running_loop(), b"a", b"b", b"c")
+        assert await anext(stream) == b"a"
+        read_on_this_loop(stream)
+        monkeypatch.setattr(asyncio, "wrap_future", lambda future: pytest.fail("a future is made"))
+        assert [message async for message in stream] == [b"b", b"c"]
+
+    asyncio.run(test())
+
+
+def test_a_stream_that_arrives_elsewhere_is_read_as_serve_does() -> None:
+    other = ChannelThread()
+
+    async def make() -> DeploymentResponseGenerator[bytes]:
+        return serves_stream(asyncio.get_running_loop(), b"a", b"b")
+
+    async def test() -> None:
+        stream = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), other.loop))
+        assert await anext(stream) == b"a"
+        read_on_this_loop(stream)
+        assert [message async for message in stream] == [b"b"]
+
+    try:
+        asyncio.run(test())
+    finally:
+        other.stop()
+
+
+def test_a_stream_of_another_kind_is_left_alone() -> None:
+    async def test() -> None:
+        bare = SimpleNamespace(_grpc_call_loop=asyncio.get_running_loop())
+        for stream in (
+            SimpleNamespace(),
+            SimpleNamespace(_replica_result=None),
+            SimpleNamespace(_replica_result=bare),
+        ):
+            read_on_this_loop(stream)
+        assert not hasattr(bare, "_calling_from_same_loop")
+
+    asyncio.run(test())
