@@ -47,7 +47,8 @@ class Channels(Protocol):
 class Relay:
     """Implements ``ChannelEvents`` for all channels of a process; its calls return at once.
 
-    The owner handles all that has gathered, as many events at a time as ``SLICE_S`` allows.
+    The owner handles all that has gathered, as many events at a time as ``SLICE_S`` allows. What a frame holds
+    wakes the owner's loop once, at the frame's end: earlier, the two threads would wait for each other.
     """
 
     def __init__(self, owner: OwnerEvents, channels: Channels) -> None:
@@ -83,18 +84,18 @@ class Relay:
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         for start in range(0, len(records), RECORDS):
-            self._put(route, self._records, route, records[start : start + RECORDS])
+            self._add(route, self._records, route, records[start : start + RECORDS])
         return []
 
     def on_kv(self, route: Route, section: KvSection) -> bool:
-        self._put(route, self._kv, route, section)
+        self._add(route, self._kv, route, section)
         return True
 
     def on_load(self, route: Route, load: LoadReport) -> None:
-        self._put(route, self._owner.on_load, route, load)
+        self._add(route, self._owner.on_load, route, load)
 
     def on_figures(self, route: Route, figures: Figures) -> None:
-        self._put(route, self._owner.on_figures, route, figures)
+        self._add(route, self._owner.on_figures, route, figures)
 
     def on_suspect(self, route: Route, suspected: bool) -> None:
         self._put(route, self._owner.on_suspect, route, suspected)
@@ -105,8 +106,12 @@ class Relay:
     def on_frame_end(self, done: Callable[[], None]) -> None:
         self._put(None, done)
 
-    def _put(self, route: Route | None, call: Callable[..., None], *arguments: Any) -> None:
+    def _add(self, route: Route | None, call: Callable[..., None], *arguments: Any) -> None:
+        """Something of a frame, whose end follows; or the channel's, if the rest is unreadable."""
         self._waiting.append((self._clock(), route, call, arguments))
+
+    def _put(self, route: Route | None, call: Callable[..., None], *arguments: Any) -> None:
+        self._add(route, call, *arguments)
         # The code that clears the flag looks at the queue afterwards, so nothing stays there.
         if not self._scheduled:
             self._scheduled = True

@@ -128,6 +128,7 @@ def test_a_defect_ends_its_channel_and_no_other_event_is_lost(caplog: pytest.Log
         relay = Relay(recorder, recorder)
         relay.on_records(ROUTE, [wire.Record(1, 0, [1])])
         relay.on_records(ROUTE, [wire.Record(2, 0, [1])])
+        relay.on_frame_end(lambda: None)
         await asyncio.sleep(1.0)
         assert recorder.calls == [
             ("records", [1]),
@@ -189,11 +190,42 @@ def test_events_that_keep_coming_leave_the_loop_to_others() -> None:
     run_virtually(test())
 
 
+def test_all_of_a_frame_is_handled_in_one_turn_after_its_end() -> None:
+    async def test() -> None:
+        recorder = Recorder()
+        relay = Relay(recorder, recorder)
+        relay.on_load(ROUTE, None)  # type: ignore[arg-type]
+        relay.on_kv(ROUTE, None)  # type: ignore[arg-type]
+        relay.on_records(ROUTE, [wire.Record(1, 0, [1])])
+        for _ in range(5):  # turns of the loop
+            await asyncio.sleep(0)
+        assert recorder.calls == []
+        relay.on_frame_end(lambda: recorder._note("handled"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert recorder.calls == [("load",), ("kv",), ("records", [1]), ("handled",)]
+
+    run_virtually(test())
+
+
+def test_what_came_of_a_frame_without_an_end_is_handled_before_the_end_of_its_channel() -> None:
+    async def test() -> None:
+        recorder = Recorder()
+        relay = Relay(recorder, recorder)
+        relay.on_records(ROUTE, [wire.Record(1, 0, [1])])
+        relay.on_broken(ROUTE)
+        await asyncio.sleep(1.0)
+        assert [call[0] for call in recorder.calls] == ["records", "broken", "resume"]
+
+    run_virtually(test())
+
+
 def test_a_large_frame_is_handled_in_parts() -> None:
     async def test() -> None:
         recorder = Recorder()
         relay = Relay(recorder, recorder)
         relay.on_records(ROUTE, [wire.Record(attempt, 0, [1]) for attempt in range(2 * RECORDS + 1)])
+        relay.on_frame_end(lambda: None)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         parts = [attempts for _, attempts in recorder.calls]
