@@ -71,6 +71,16 @@ class GenerationJob:
         return sum(map(len, self.prompts))
 
 
+class TextTaker(Protocol):
+    """A direct way for text to the client."""
+
+    def ready(self) -> bool:
+        """Whether it can be called now."""
+
+    def __call__(self, delta: TextDelta) -> None:
+        """Send this delta."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenDetails:
     """The tokens of one delta, and what is known of each if it was asked for."""
@@ -105,9 +115,12 @@ class TextDelta:
 
 
 def stream_choices(
-    job: GenerationJob, source: TokenGenerator, decoder: TextDecoder
+    job: GenerationJob, source: TokenGenerator, decoder: TextDecoder, take: TextTaker | None = None
 ) -> AsyncGenerator[TextDelta, None]:
     """The text of all choices as it arrives. Closing the generator aborts the rest.
+
+    While the reader waits, ``take`` may take deltas in the middle of a choice, which are then not yielded; it
+    raises nothing that the generator may not raise.
 
     Raises:
         GenerationError, UnavailableError, InvalidRequestError: of one prompt; it ends the others, too.
@@ -115,16 +128,36 @@ def stream_choices(
     params = job.options.params
     # The engine ranks by tokens; if stop strings may cut them, the text decides which tokens count.
     make = _best_of_prompt if job.options.stop and params.best_of is not None else _of_prompt
+    if len(job.prompts) == 1 and make is _of_prompt:
+        return _of_prompt(job, 0, source, decoder, take)
     outputs = [make(job, prompt, source, decoder) for prompt in range(len(job.prompts))]
     return outputs[0] if len(outputs) == 1 else _merge(outputs)
 
 
 async def _of_prompt(
-    job: GenerationJob, prompt: int, source: TokenGenerator, decoder: TextDecoder
+    job: GenerationJob,
+    prompt: int,
+    source: TokenGenerator,
+    decoder: TextDecoder,
+    take: TextTaker | None = None,
 ) -> AsyncGenerator[TextDelta, None]:
     """The choices of one prompt; closing the generator aborts them on the engine."""
     options = job.options
     n = options.params.n
+    parsers = [job.answer_parser() for _ in range(n)]
+
+    def take_middle(delta: Delta) -> bool:
+        """What the loop below does with a delta that neither begins nor ends anything."""
+        output = texts.get(delta.sequence)
+        if take is None or output is None or delta.finish_reason is not None or not take.ready():
+            return False
+        text = output.push(delta.token_ids, None)
+        index, tokens = prompt * n + delta.sequence, output.num_tokens
+        take(TextDelta(index, text, None, tokens, delta.cached_tokens, delta.fingerprint))
+        return True
+
+    # Text that a stop string or a parser may end, and what is known of tokens, goes the long way.
+    plain = not (options.stop or job.echoes or job.detailed or any(parser is not None for parser in parsers))
     request = GenerateRequest(
         request_id=job.engine_request_id(prompt),
         token_ids=job.prompts[prompt],
@@ -134,6 +167,7 @@ async def _of_prompt(
         client=job.caller.client,
         sender=job.caller.sender,
         checked=job.checked,
+        take=take_middle if plain and take is not None else None,
     )
     job.journals.append(request.journal)
     shown = job.markers if options.output.skip_special_tokens else decoder.special_names
@@ -150,7 +184,6 @@ async def _of_prompt(
     unbegun = set(texts) if echo or job.detailed else set()
     detailed = job.detailed
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    parsers = [job.answer_parser() for _ in range(n)]
     ended_tokens = 0
     # EngineClient.generate is an async generator; closing it aborts the request.
     deltas = cast(AsyncGenerator[Delta, None], source.generate(request))

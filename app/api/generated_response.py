@@ -64,7 +64,10 @@ class ResponseMaker:
         """What generates and sends the response to a checked job; ``record`` counts what it costs."""
         record.journals = job.journals
         if job.options.stream:
-            return EventStream(self._events(job, reply, record), reply.error)
+            costs = _Costs(job, record)
+            take = _Direct(reply, record, costs)
+            take.stream = EventStream(self._events(job, reply, record, costs, take), reply.error)
+            return take.stream
         return WholeResponse(self._whole(job, reply, record))
 
     async def _whole(self, job: GenerationJob, reply: Reply, record: RequestRecord) -> Response:
@@ -85,11 +88,10 @@ class ResponseMaker:
         return Response(await self._written(described, content), media_type="application/json")
 
     async def _events(
-        self, job: GenerationJob, reply: Reply, record: RequestRecord
+        self, job: GenerationJob, reply: Reply, record: RequestRecord, costs: _Costs, take: _Direct
     ) -> AsyncGenerator[bytes, None]:
-        costs = _Costs(job, record)
         with record.running():
-            async with aclosing(stream_choices(job, self._engines, self._decoder)) as arriving:
+            async with aclosing(stream_choices(job, self._engines, self._decoder, take)) as arriving:
                 async for delta in arriving:
                     costs.add(delta)
                     if delta.details is None:
@@ -105,6 +107,31 @@ class ResponseMaker:
     async def _written(self, described: int, write: Callable[[], bytes]) -> bytes:
         """What ``write`` returns; from a thread if it describes many tokens."""
         return write() if described <= INLINE_DETAILS else await self._in_thread(write)
+
+
+class _Direct:
+    """The direct way from the text of a response to its client: the text becomes an event, which is sent.
+
+    Its ``stream`` is set before its events begin.
+    """
+
+    __slots__ = ("_costs", "_record", "_reply", "stream")
+
+    stream: EventStream
+
+    def __init__(self, reply: Reply, record: RequestRecord, costs: _Costs) -> None:
+        self._reply = reply
+        self._record = record
+        self._costs = costs
+
+    def ready(self) -> bool:
+        """Whether the client can take an event now."""
+        return self.stream.ready()
+
+    def __call__(self, delta: TextDelta) -> None:
+        """Send the event of a delta without details."""
+        self._costs.add(delta)
+        self.stream.send_now(self._reply.delta(delta, self._record.usage))
 
 
 class _Costs:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+import types
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import aclosing
 from typing import Any
 
@@ -42,7 +43,7 @@ class EventStream:
 
     An error before the first event becomes an HTTP error. A later one becomes the event that ``error`` makes of
     it, which ends the stream. When the client disconnects, or the server cancels, ``events`` is closed before
-    this returns.
+    this returns. While ``events`` waits for something to send, ``send_now`` may send an event past it.
     """
 
     def __init__(
@@ -54,31 +55,70 @@ class EventStream:
         self._beginning = asyncio.Lock()
         self._sending = False  # an event, or the end
         self._sent = -math.inf  # when, on the loop's clock
+        self._direct: Send | None = None
+        self._late: asyncio.Task[None] | None = None  # the end of a ``send_now``
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _run_while_connected(receive, self._produce(scope, receive, send), lambda: self._wait(send))
+        try:
+            await _run_while_connected(receive, self._produce(scope, receive, send), lambda: self._wait(send))
+        finally:
+            if self._late is not None:
+                self._late.cancel()
+                await asyncio.gather(self._late, return_exceptions=True)
+
+    def ready(self) -> bool:
+        """Whether ``send_now`` may be called: the headers are out, and no event is on its way."""
+        return self._begun and not self._sending and not self._beginning.locked()
+
+    def send_now(self, event: bytes) -> None:
+        """Send ``event``, one or more whole events, without a turn of the stream's task.
+
+        To a client that reads slowly, a task sends the rest; the stream is not ``ready`` before that is done.
+        """
+        assert self._direct is not None, "it is ready"
+        self._sending = True
+        steps = self._direct({"type": "http.response.body", "body": event, "more_body": True}).__await__()
+        try:
+            waits_for = next(steps)
+        except StopIteration:  # nearly always
+            self._note_sent()
+        else:
+            self._late = asyncio.get_running_loop().create_task(self._send_rest(waits_for, steps))
+
+    async def _send_rest(self, waits_for: Any, steps: Generator[Any, None, None]) -> None:
+        await _continue(waits_for, steps)
+        self._note_sent()
+
+    def _note_sent(self) -> None:
+        self._sent = asyncio.get_running_loop().time()
+        self._sending = False
+
+    async def _settle(self) -> None:
+        """Before another event: wait until what ``send_now`` has begun is sent."""
+        late, self._late = self._late, None
+        if late is not None:
+            await late
+        self._sending = True
 
     async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
-        time = asyncio.get_running_loop().time
-        direct = scope.get(DIRECT_SEND, send)
+        self._direct = direct = scope.get(DIRECT_SEND, send)
         async with aclosing(self._events) as events:
             try:
                 async for event in events:
-                    self._sending = True
+                    await self._settle()
                     if not self._begun or self._beginning.locked():
                         await self._begin(send)
                     await direct({"type": "http.response.body", "body": event, "more_body": True})
-                    self._sent = time()
-                    self._sending = False
+                    self._note_sent()
             except Exception as error:  # noqa: BLE001 - whatever it is, the client is told and the log has it
                 fault = fault_of(error)
-                self._sending = True
+                await self._settle()
                 if not self._begun:
                     await fault.to_response(scope.get("path", ""))(scope, receive, send)
                     return
                 await self._begin(send)
                 await send({"type": "http.response.body", "body": self._error(fault), "more_body": True})
-        self._sending = True
+        await self._settle()
         await self._begin(send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -147,6 +187,13 @@ async def _run_while_connected(
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+
+
+@types.coroutine
+def _continue(waits_for: Any, steps: Generator[Any, None, None]) -> Generator[Any, None, None]:
+    """The rest of ``steps``, which has been begun outside of any task and waits for ``waits_for``."""
+    yield waits_for
+    yield from steps
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from app.fleet.generation import Delta
+from app.fleet.generation import Delta, Taker
 from app.fleet.loop_pacer import LoopPacer
 from engine.errors import QuireError
 from engine.token_logprobs import TokenLogprobs
@@ -13,11 +13,13 @@ from engine.token_logprobs import TokenLogprobs
 class DeltaQueue:
     """Waiting deltas of one sequence are read as one, so a late or slow reader gets few, large deltas.
 
-    For one reader, on one event loop. ``readers`` says when it continues; by default at once.
+    For one reader, on one event loop. ``readers`` says when it continues; by default at once. While the reader
+    waits, deltas go to ``take`` first: resuming a coroutine for each would cost more than the rest.
     """
 
-    def __init__(self, readers: LoopPacer | None = None) -> None:
+    def __init__(self, readers: LoopPacer | None = None, take: Taker | None = None) -> None:
         self._readers = readers
+        self._take = take
         self._waiting: dict[int, _Pile] = {}  # by sequence
         self._error: QuireError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the reader's
@@ -45,6 +47,7 @@ class DeltaQueue:
 
         Raises:
             QuireError: that of ``fail``.
+            Exception: that of ``take``.
         """
         while not self._waiting:
             if self._error is not None:
@@ -60,11 +63,37 @@ class DeltaQueue:
         if self._woken:
             return
         self._woken = True
-        assert self._reader is not None, "it waits"
         if self._readers is not None:
-            self._readers.wake(self._reader)
-        elif not self._reader.done():
-            self._reader.set_result(None)
+            assert self._loop is not None, "it waits"
+            self._readers.call(self._resume, self._loop)
+        else:
+            self._resume()
+
+    def _resume(self) -> bool:
+        """Hand over what waits; false if the reader has left."""
+        reader = self._reader
+        assert reader is not None, "it waits"
+        if reader.done():
+            return False
+        try:
+            if self._take is not None and self._taken(self._take):
+                self._woken = False  # it still waits
+                return True
+        except Exception as error:  # noqa: BLE001 - the reader raises it
+            reader.set_exception(error)
+            return True
+        reader.set_result(None)
+        return True
+
+    def _taken(self, take: Taker) -> bool:
+        """Whether ``take`` has taken all that waits."""
+        waiting = self._waiting
+        while waiting:
+            sequence = next(iter(waiting))
+            if not take(waiting[sequence].joined()):
+                return False
+            del waiting[sequence]
+        return self._error is None
 
 
 class _Pile:

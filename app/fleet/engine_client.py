@@ -162,7 +162,8 @@ class EngineClient:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         """Yield each sequence's tokens in order, none lost or doubled; the last delta of all is ``final``.
 
-        All tokens that have arrived since the last delta was read come in one delta.
+        All tokens that have arrived since the last delta was read come in one delta. What ``request.take``
+        takes is not yielded.
 
         Closing or canceling the generator aborts the request on the engine.
 
@@ -182,7 +183,7 @@ class EngineClient:
             # Drawn here, so that sampling continues the same on another replica.
             params = dataclasses.replace(request.params, seed=secrets.randbits(63))
             request = dataclasses.replace(request, params=params)
-        in_flight = InFlightRequest(request, deltas=DeltaQueue(self._readers))
+        in_flight = InFlightRequest(request, deltas=DeltaQueue(self._readers, request.take))
         request.text_end.on_sequence_end = partial(self._end_sequence, in_flight)
         self._requests.add(in_flight)
         # In an empty context: Serve must not take the attempts for children of one HTTP request.

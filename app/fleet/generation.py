@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from app.fleet.fleet_limits import FleetLimits
 from app.fleet.journal import Journal
@@ -47,6 +48,7 @@ class GenerateRequest:
 
     ``request_id`` is for logs; it need not be unique. ``checked`` are the limits by which it has been
     found valid: by the same ones it is not checked again, which takes milliseconds for a long prompt.
+    ``take`` is the direct way to the reader: see ``Taker``.
     """
 
     request_id: str
@@ -59,6 +61,7 @@ class GenerateRequest:
     checked: FleetLimits | None = field(default=None, compare=False)
     text_end: TextEnd = field(default_factory=TextEnd, compare=False)
     journal: Journal = field(default_factory=Journal, compare=False)
+    take: Taker | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -82,3 +85,8 @@ class Delta:
     fingerprint: str = ""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+Taker: TypeAlias = Callable[[Delta], bool]
+"""Called with a delta while its reader waits. If it returns true, it has dealt with the delta, and the reader
+waits on; otherwise it has done nothing, and the reader continues with the delta."""

@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 
 class LoopPacer:
-    """Wakes futures, at most ``per_turn`` in ``every`` turns of the event loop, on which it is used.
+    """Continues waiters, at most ``per_turn`` in ``every`` turns of the event loop, on which it is used.
 
     So the loop does all other work between two groups, however many wait. Clients are served round robin, so
     one with many waiting requests delays no other; each client's requests are served first come, first served.
@@ -20,8 +21,8 @@ class LoopPacer:
         self._per_turn = per_turn
         self._every = every
         self._clock = clock
-        # By client, the next one first: since when each future has waited.
-        self._waiting: dict[str, deque[tuple[float, asyncio.Future[None]]]] = {}
+        # By client, the next one first: since when each has waited, and what continues it.
+        self._waiting: dict[str, deque[tuple[float, Callable[[], bool]]]] = {}
         # The loop whose current turn, or ``every`` turns, is taken. One that ended in between takes no other's.
         self._taken_on: asyncio.AbstractEventLoop | None = None
 
@@ -37,11 +38,18 @@ class LoopPacer:
 
     def wake(self, future: asyncio.Future[None], client: str = "") -> None:
         """Give ``future``, which is waited for, its result when its turn has come."""
+        self.call(partial(_wake, future), future.get_loop(), client)
+
+    def call(self, resume: Callable[[], bool], loop: asyncio.AbstractEventLoop, client: str = "") -> None:
+        """Call ``resume`` on ``loop`` when its turn has come.
+
+        It raises nothing, and returns whether anything was still waiting; otherwise the turn is another's.
+        """
         queue = self._waiting.get(client)
         if queue is None:
             queue = self._waiting[client] = deque()
-        queue.append((self._clock(), future))
-        self._take(future.get_loop())
+        queue.append((self._clock(), resume))
+        self._take(loop)
 
     async def enter(self, client: str) -> None:
         """Wait for a turn; if the current one is free, take it and return at once."""
@@ -67,11 +75,16 @@ class LoopPacer:
         while waiting and woken < self._per_turn:
             client, queue = next(iter(waiting.items()))
             del waiting[client]
-            _, future = queue.popleft()
+            _, resume = queue.popleft()
             if queue:
                 waiting[client] = queue  # behind the others
-            if not future.done():  # its waiter may have left
-                future.set_result(None)
-                woken += 1
+            woken += resume()
         if woken:
             self._take(loop)
+
+
+def _wake(future: asyncio.Future[None]) -> bool:
+    if future.done():  # its waiter has left
+        return False
+    future.set_result(None)
+    return True

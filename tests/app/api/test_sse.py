@@ -232,6 +232,135 @@ def test_a_client_that_does_not_read_gets_no_comments() -> None:
     run_virtually(main())
 
 
+class Slow(Connection):
+    """A client that after each of the events ``stops_at`` reads nothing more until it is told to."""
+
+    def __init__(self, *stops_at: bytes) -> None:
+        super().__init__()
+        self.reads = {event: asyncio.Event() for event in stops_at}
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if (reads := self.reads.get(message.get("body"))) is not None:
+            await reads.wait()
+
+
+def test_events_sent_past_the_others_keep_their_place() -> None:
+    async def main() -> None:
+        gate, connection = asyncio.Event(), Connection()
+        stream = EventStream(Events(b"a", gate, b"d").stream())
+        assert not stream.ready()
+        running = asyncio.create_task(exchange(stream, connection))
+        await connection.until_sent(2)
+        for event in (b"b", b"c"):
+            assert stream.ready()
+            stream.send_now(event)
+        gate.set()
+        await running
+        assert [message.get("body") for message in connection.sent] == [None, b"a", b"b", b"c", b"d", b""]
+
+    asyncio.run(main())
+
+
+def test_events_that_leave_slowly_leave_in_their_order_and_without_comments_in_between() -> None:
+    async def main() -> None:
+        gate, connection = asyncio.Event(), Slow(b"b", b"c")
+        stream = EventStream(Events(b"a", gate, b"c").stream())
+        running = asyncio.create_task(exchange(stream, connection))
+        await connection.until_sent(2)
+        stream.send_now(b"b")
+        gate.set()
+        for event, sent in ((b"b", b"ab"), (b"c", b"abc")):
+            await asyncio.sleep(1.5 * sse.KEEP_ALIVE_S)
+            assert connection.body == sent
+            assert not stream.ready()
+            connection.reads[event].set()
+        await running
+        assert connection.body == b"abc"
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("last", [b"c", UnavailableError("gone")])
+def test_an_event_that_leaves_slowly_goes_before_all_later_ones(last: bytes | Exception) -> None:
+    """Nor is there a comment in between, however long it takes."""
+
+    async def main() -> None:
+        gate, connection = asyncio.Event(), Slow(b"b")
+        stream = EventStream(Events(b"a", gate, last).stream())
+        running = asyncio.create_task(exchange(stream, connection))
+        await connection.until_sent(2)
+        stream.send_now(b"b")
+        assert not stream.ready()
+        await asyncio.sleep(1.5 * sse.KEEP_ALIVE_S)
+        gate.set()
+        await asyncio.sleep(1.5 * sse.KEEP_ALIVE_S)
+        assert connection.body == b"ab"
+        connection.reads[b"b"].set()
+        await running
+        assert connection.body.startswith(b"abc" if last == b"c" else b"abdata: ")
+        assert connection.complete
+
+    run_virtually(main())
+
+
+def test_a_stream_is_ready_again_once_a_slow_event_has_left() -> None:
+    async def main() -> None:
+        gate, connection = asyncio.Event(), Slow(b"b")
+        stream = EventStream(Events(b"a", gate).stream())
+        running = asyncio.create_task(exchange(stream, connection))
+        await connection.until_sent(2)
+        stream.send_now(b"b")
+        await asyncio.sleep(0)
+        assert not stream.ready()
+        connection.reads[b"b"].set()
+        for _ in range(5):  # turns of the loop
+            await asyncio.sleep(0)
+        assert stream.ready()
+        stream.send_now(b"c")
+        gate.set()
+        await running
+        assert connection.body == b"abc"
+
+    asyncio.run(main())
+
+
+def test_comments_follow_what_was_sent_past_the_others() -> None:
+    async def main() -> None:
+        began, gate, connection = loop_time(), asyncio.Event(), Connection()
+        stream = EventStream(Events(b"a", gate).stream())
+        running = asyncio.create_task(exchange(stream, connection))
+        await connection.until_sent(2)
+        await asyncio.sleep(10.0)
+        stream.send_now(b"b")
+        await connection.until_sent(4)
+        assert connection.sent[3]["body"] == sse.KEEP_ALIVE
+        assert loop_time() - began == pytest.approx(10.0 + sse.KEEP_ALIVE_S, abs=0.1)
+        gate.set()
+        await running
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("how", ["disconnect", "cancel"])
+def test_an_event_that_has_not_left_ends_with_its_stream(how: str) -> None:
+    async def main() -> None:
+        connection = Slow(b"b")
+        stream = EventStream(Events(b"a", asyncio.Event()).stream())
+        running = asyncio.create_task(exchange(stream, connection))
+        await connection.until_sent(2)
+        stream.send_now(b"b")
+        await asyncio.sleep(0)
+        if how == "disconnect":
+            connection.left.set()
+        else:
+            running.cancel()
+        await asyncio.wait({running})
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("how", ["disconnect", "cancel"])
 def test_a_response_returns_only_once_its_work_has_ended(how: str) -> None:
     async def main() -> None:

@@ -124,3 +124,66 @@ def test_the_tokens_up_to_a_stop_string_are_told_to_whoever_learns_lengths(backe
     with pytest.raises(GenerationError):
         asyncio.run(all_of(source, job(1, stop=" three"), TextDecoder(backend)))
     assert source.requests[0].text_end.tokens is None
+
+
+class Taker:
+    """Takes deltas while it is ``free``."""
+
+    def __init__(self) -> None:
+        self.free = True
+        self.taken: list[TextDelta] = []
+
+    def ready(self) -> bool:
+        return self.free
+
+    def __call__(self, delta: TextDelta) -> None:
+        self.taken.append(delta)
+
+
+def test_text_in_the_middle_of_a_choice_goes_the_direct_way_if_it_is_free(backend: Tokenizer) -> None:
+    ids = backend.encode("one two three four", add_special_tokens=False).ids
+    words = [" two", " three", " four"]
+    assert len(ids) == 4
+
+    async def test() -> None:
+        first, last = (
+            Delta((ids[0],), None, 3, 0, fingerprint="f"),
+            Delta((ids[3],), "length", 3, 3, final=True),
+        )
+        source, taker = Source([first, last]), Taker()
+        choices = stream_choices(job(1), source, TextDecoder(backend), taker)
+        await anext(choices)
+        take = source.requests[0].take
+        assert take is not None
+        assert take(Delta((ids[1],), None, 3, 1, fingerprint="f"))
+        taker.free = False
+        assert not take(Delta((ids[2],), None, 3, 2))
+        taker.free = True
+        assert not take(last)
+        assert not take(Delta((ids[2],), None, 3, 2, sequence=5))
+        assert take(Delta((ids[2],), None, 3, 2, fingerprint="g"))
+        assert taker.taken == [
+            TextDelta(0, words[0], None, 2, 3, "f"),
+            TextDelta(0, words[1], None, 3, 3, "g"),
+        ]
+        end = await anext(choices)
+        assert (end.text, end.num_tokens, end.finish_reason) == (words[2], 4, "length")
+        await choices.aclose()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "body", [{"stop": "x"}, {"logprobs": 1}, {"return_token_ids": True}, {"n": 2, "stop": "x"}]
+)
+def test_text_that_may_end_early_or_has_details_does_not_go_the_direct_way(
+    backend: Tokenizer, body: dict[str, object]
+) -> None:
+    async def test() -> None:
+        source = Source([Delta((5,), None, 0, 0), None])
+        choices = stream_choices(job(1, **body), source, TextDecoder(backend), Taker())
+        await anext(choices)
+        assert source.requests[0].take is None
+        await choices.aclose()
+
+    asyncio.run(test())

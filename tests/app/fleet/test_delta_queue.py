@@ -14,11 +14,18 @@ from loopback import expected_tokens
 
 from app.fleet.delta_queue import DeltaQueue
 from app.fleet.generation import Delta, GenerationError
+from app.fleet.loop_pacer import LoopPacer
 from engine.token_logprobs import TokenLogprobs
 
 
 def delta(index: int, *tokens: int, sequence: int = 0, final: bool = False) -> Delta:
     return Delta(tokens, "length" if final else None, 4, index, sequence, final)
+
+
+async def turns() -> None:
+    """More turns of the loop than any reader here waits."""
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 def test_what_has_piled_up_is_one_delta() -> None:
@@ -77,6 +84,106 @@ def test_an_error_comes_after_the_tokens_before_it_and_wakes_a_reader() -> None:
     asyncio.run(test())
 
 
+def test_what_is_taken_does_not_resume_the_reader_and_what_is_not_does_in_order() -> None:
+    async def test() -> None:
+        taken: list[Delta] = []
+
+        def take(one: Delta) -> bool:
+            if one.final:
+                return False
+            taken.append(one)
+            return True
+
+        queue = DeltaQueue(LoopPacer(1), take)
+        queue.put(delta(0, 1))  # nobody waits yet
+        assert await queue.get() == delta(0, 1)
+        reading = asyncio.ensure_future(queue.get())
+        await asyncio.sleep(0)
+        queue.put(delta(1, 2))
+        queue.put(delta(2, 3))
+        assert taken == []  # its turn has not come
+        await turns()
+        queue.put(delta(3, 4))
+        await turns()
+        assert taken == [delta(1, 2, 3), delta(3, 4)]
+        assert not reading.done()
+        queue.put(delta(4, 5, final=True))
+        assert await asyncio.wait_for(reading, 1.0) == delta(4, 5, final=True)
+
+    asyncio.run(test())
+
+
+def test_a_sequence_that_is_not_taken_does_not_hide_those_behind_it() -> None:
+    async def test() -> None:
+        taken: list[int] = []
+
+        def take(one: Delta) -> bool:
+            taken.extend(one.token_ids if one.sequence else ())
+            return one.sequence > 0
+
+        queue = DeltaQueue(LoopPacer(1), take)
+        reading = asyncio.ensure_future(queue.get())
+        await asyncio.sleep(0)
+        for sequence in (1, 0, 2):
+            queue.put(delta(0, sequence, sequence=sequence))
+        assert await asyncio.wait_for(reading, 1.0) == delta(0, 0)
+        assert taken == [1]
+        assert await queue.get() == delta(0, 2, sequence=2)  # one that does not wait reads all itself
+
+    asyncio.run(test())
+
+
+def test_an_error_comes_after_what_is_taken() -> None:
+    async def test() -> None:
+        taken: list[Delta] = []
+        queue = DeltaQueue(LoopPacer(1), lambda one: taken.append(one) is None)
+        reading = asyncio.ensure_future(queue.get())
+        await asyncio.sleep(0)
+        queue.put(delta(0, 1))
+        queue.fail(GenerationError("planted"))
+        with pytest.raises(GenerationError, match="planted"):
+            await asyncio.wait_for(reading, 1.0)
+        assert taken == [delta(0, 1)]
+
+    asyncio.run(test())
+
+
+def test_the_reader_raises_the_errors_of_what_takes_for_it() -> None:
+    async def test() -> None:
+        def take(one: Delta) -> bool:
+            raise ZeroDivisionError
+
+        pacer = LoopPacer(2)
+        queue = DeltaQueue(pacer, take)
+        reading = asyncio.ensure_future(queue.get())
+        await asyncio.sleep(0)
+        queue.put(delta(0, 1))
+        other: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        pacer.wake(other)
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(reading, 1.0)
+        await asyncio.wait_for(other, 1.0)
+
+    asyncio.run(test())
+
+
+def test_nothing_is_taken_for_a_reader_that_has_left() -> None:
+    async def test() -> None:
+        taken: list[Delta] = []
+        pacer = LoopPacer(1)
+        queue = DeltaQueue(pacer, lambda one: taken.append(one) is None)
+        reading = asyncio.ensure_future(queue.get())
+        await asyncio.sleep(0)
+        queue.put(delta(0, 1))
+        reading.cancel()
+        last: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        pacer.wake(last)
+        await asyncio.wait_for(last, 1.0)
+        assert taken == []
+
+    asyncio.run(test())
+
+
 @given(st.lists(st.integers(0, 3), min_size=1), st.data())
 def test_each_sequence_keeps_its_order_and_the_final_delta_is_last(
     order: list[int], data: st.DataObject
@@ -102,6 +209,33 @@ def test_each_sequence_keeps_its_order_and_the_final_delta_is_last(
         assert [one.final for one in read] == [False] * (len(read) - 1) + [True]
 
     asyncio.run(test())
+
+
+def test_a_request_yields_what_is_not_taken() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        taken: list[int] = []
+
+        def take(one: Delta) -> bool:
+            if one.finish_reason is not None:
+                return False
+            taken.extend(one.token_ids)
+            return True
+
+        deltas = client.generate(replace(request([3], 40), take=take))
+        reading = asyncio.ensure_future(anext(deltas))
+        await until(lambda: bool(only.engine.live))
+        while not reading.done():
+            handle.step()
+            await asyncio.sleep(0.01)
+        last = reading.result()
+        assert [*taken, *last.token_ids] == expected_tokens([3], 40)
+        assert (last.index, last.final) == (39, True)
+        await deltas.aclose()  # type: ignore[attr-defined]
+        await client.stop()
+
+    run(test)
 
 
 def test_a_slow_reader_of_a_request_gets_few_deltas_with_all_tokens() -> None:
