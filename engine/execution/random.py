@@ -11,7 +11,9 @@ number generators", 2014), an exact integer function; only the last step, to flo
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MASK = 2**64 - 1
@@ -22,8 +24,21 @@ _MIX_2 = 0x94D049BB133111EB
 
 def draw_key(seed: int, position: int) -> int:
     """Key of all draws for the token at absolute ``position``; a signed 64-bit integer."""
-    outer = _mix((seed + _GOLDEN) & _MASK)
-    return _signed(_mix(outer ^ ((position + 1) * _GOLDEN & _MASK)))
+    return _signed(_mix(seed_bits(seed) ^ ((position + 1) * _GOLDEN & _MASK)))
+
+
+def seed_bits(seed: int) -> int:
+    """The half of a key's work that does not depend on the position; below ``2**64``."""
+    return _mix((seed + _GOLDEN) & _MASK)
+
+
+def draw_keys(bits: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """What :func:`draw_key` gives for the seeds that have these ``bits`` at these ``positions``."""
+    z = bits ^ (positions + np.uint64(1)) * np.uint64(_GOLDEN)  # arrays wrap around as the masks do
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
+    keys: NDArray[np.int64] = (z ^ (z >> np.uint64(31))).view(np.int64)
+    return keys
 
 
 def exponential(keys: Tensor, candidates: Tensor) -> Tensor:

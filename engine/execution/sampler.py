@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.execution.logprobs import likeliest, log_normalizers, logprobs_of, no_finite_maximum
-from engine.execution.random import draw_key, exponential
+from engine.execution.random import draw_key, draw_keys, exponential, seed_bits
 from engine.logit_edits import LogitEdits
 from engine.sampling_params import SamplingParams
 from engine.scheduling.candidates import Candidates
@@ -101,6 +101,7 @@ class Sampler:
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         self._kernels = kernels if kernels is not None and kernels.draws else None
+        self._options = _DrawOptions()
         self._edit_logits = edit_logits if kernels is None else kernels.edit_logits
         self._logprobs = row_logprobs if kernels is None else kernels.logprobs
 
@@ -231,7 +232,7 @@ class Sampler:
             return _ints(best), exhausted
         wanted = set(random)
         if self._kernels is not None:
-            drawn = self._kernels.draw(logits, best_logits, _draw_options(rows, wanted))
+            drawn = self._kernels.draw(logits, best_logits, self._options.of(rows, wanted))
         else:
             some = slice(None) if len(random) == len(rows) else random
             drawn = _draw(logits[some], best_logits[some], [rows[index] for index in random])
@@ -315,19 +316,41 @@ def _draws_of(rows: Sequence[SampleRow]) -> list[int] | None:
     return [index for index, row in enumerate(rows) for _ in range(1 + len(row.extra_seeds))]
 
 
-def _draw_options(rows: Sequence[SampleRow], random: set[int]) -> DrawOptions:
-    """For the kernels. Rows that are not ``random`` draw nothing, so their filters are left out."""
-    params = [row.params if i in random else _UNFILTERED for i, row in enumerate(rows)]
-    seeds = [(row.seed, *row.extra_seeds) if i in random else () for i, row in enumerate(rows)]
-    keys = [draw_key(seed, row.position) for row, own in zip(rows, seeds, strict=True) for seed in own]
-    return DrawOptions(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        top_k=torch.tensor([min(p.top_k, _MOST) for p in params], dtype=torch.int64),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
-        num_draws=torch.tensor([len(own) for own in seeds], dtype=torch.int64),
-        keys=torch.tensor(keys, dtype=torch.int64),
-    )
+class _DrawOptions:
+    """How to draw from a batch, for the kernels.
+
+    What depends on parameters and seeds alone is kept for the next batch, which mostly has the same ones.
+    """
+
+    def __init__(self) -> None:
+        self._params: list[SamplingParams] = []
+        self._seeds: list[tuple[int, ...]] = []
+        self._kept = self._of_params()
+        self._bits = np.empty(0, dtype=np.uint64)
+
+    def of(self, rows: Sequence[SampleRow], random: set[int]) -> DrawOptions:
+        """Rows that are not ``random`` draw nothing, so their filters are left out."""
+        params = [row.params if i in random else _UNFILTERED for i, row in enumerate(rows)]
+        seeds = [(row.seed, *row.extra_seeds) if i in random else () for i, row in enumerate(rows)]
+        if params != self._params or seeds != self._seeds:
+            self._params, self._seeds = params, seeds
+            self._kept = self._of_params()
+            self._bits = np.array([seed_bits(seed) for own in seeds for seed in own], dtype=np.uint64)
+        positions = [row.position for row, own in zip(rows, seeds, strict=True) for _ in own]
+        keys = draw_keys(self._bits, np.array(positions, dtype=np.uint64))
+        return replace(self._kept, keys=torch.from_numpy(keys))
+
+    def _of_params(self) -> DrawOptions:
+        """All but the keys."""
+        params = self._params
+        return DrawOptions(
+            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
+            top_k=torch.tensor([min(p.top_k, _MOST) for p in params], dtype=torch.int64),
+            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
+            num_draws=torch.tensor([len(own) for own in self._seeds], dtype=torch.int64),
+            keys=torch.empty(0, dtype=torch.int64),
+        )
 
 
 def _draw(logits: Tensor, best: Tensor, rows: list[SampleRow]) -> Tensor:

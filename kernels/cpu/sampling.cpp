@@ -12,6 +12,7 @@
 
 #include "functions.h"
 #include "pool.h"
+#include "scratch.h"
 #include "vec.h"
 
 namespace quire {
@@ -20,13 +21,14 @@ namespace {
 constexpr int64_t GROUPS_OF = 64;             // tokens of a group
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
 constexpr uint64_t GROUP_CANDIDATES = 1ull << 32;  // candidates of the group draws begin above every token id
-constexpr float FIRST_CUT = 1.0f / 64, LAST_CUT = 1.0f / (1 << 30);
-constexpr int64_t CHECKED = 4 * LANES;        // weights that are compared with a cut at once
+constexpr float FIRST_CUT = 1.0f / (1 << 10), SMALL_CUT = 1.0f / (1 << 30);
+constexpr float LAST_CUT = std::numeric_limits<float>::min();  // no weight but 0 is less
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();  // as a logit: never chosen
+constexpr int64_t CHECKED = 4 * LANES;        // tokens of a stretch, which are looked at together
 
 // exp(x) for x <= 0, to about one unit in the last place; 0 where the result would not be a normal number.
 static inline vf exp_negative(vf x) {
-    const vi tiny = bit_cast<vi>(x < splat(-87.33f));
-    x = max(x, splat(-87.33f));
+    const vi normal = ~bit_cast<vi>(x < splat(-87.33f));  // elsewhere the bits below mean nothing
     const vf shift = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer, in the lowest bits
     const vf shifted = fma(x, splat(1.442695040888963f), shift), n = shifted - shift;
     const vf part = fma(n, splat(-1.42860682e-6f), fma(n, splat(-0.693145751953125f), x));
@@ -37,7 +39,7 @@ static inline vf exp_negative(vf x) {
     y = fma(y, part, splat(1.66666671633720398e-1f));
     y = fma(y, part, splat(0.5f));
     y = fma(part * part, y, part) + splat(1.0f);
-    return bit_cast<vf>((bit_cast<vi>(y) + (bit_cast<vi>(shifted) << 23)) & ~tiny);
+    return bit_cast<vf>((bit_cast<vi>(y) + (bit_cast<vi>(shifted) << 23)) & normal);
 }
 
 // A number between 0 and 1, of which -log is a standard exponential; engine/execution/random.py has the formula.
@@ -69,166 +71,213 @@ struct Row {
     double top_p;   // 1: no such filter
 };
 
-typedef double vd __attribute__((vector_size(LANES * 8)));
-
-// Lists of weights end with zeros up to a multiple of CHECKED, and no cut is 0.
-using Weights = std::vector<float>;
-
 // Work space of one thread.
 struct Space {
-    Weights weights, likely, sums;
-    std::vector<float> highest;  // of each CHECKED of `weights`
+    Scratch weights, highest, stretches, likely, sums;
 };
 
-// Weights to compare with cuts. Of a whole vocabulary most stretches lie below any cut that matters, and `highest`,
-// the largest of each CHECKED weights, tells which: adding their zeros would change no sum. Null: not known.
-struct Compared {
-    const Weights& weights;
-    const float* highest;
-
-    bool below(size_t i, float cut) const { return highest && highest[i / CHECKED] < cut; }
+// Weights, with zeros up to a whole number of stretches.
+struct Weights {
+    float* each;
+    int64_t count;
 };
 
-static double sum_above(const Compared& some, float cut) {
-    vd sums[4] = {};
+// The weights of a row, and the largest of each stretch: most stretches of a vocabulary lie below any cut that matters.
+struct RowWeights : Weights {
+    float* highest;
+};
+
+// The sum of stretches.
+struct Sums {
+    vd each[8] = {};
+
+    void add(const float* stretch) {
+        for (int j = 0; j < 8; ++j) each[j] += load_doubles(stretch + j * (LANES / 2));
+    }
+
+    // Always the same additions.
+    double total() const {
+        const vd sum = ((each[0] + each[2]) + (each[4] + each[6])) + ((each[1] + each[3]) + (each[5] + each[7]));
+        double lanes[LANES / 2];
+        std::memcpy(lanes, &sum, sizeof(sum));
+        for (int half = LANES / 4; half > 0; half /= 2)
+            for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+        return lanes[0];
+    }
+};
+
+static double sum_of(const Weights& some) {
+    Sums sums;
+    for (int64_t i = 0; i < some.count; i += CHECKED) sums.add(some.each + i);
+    return sums.total();
+}
+
+// What the weights of at least `cut` come to, if each counts for `amount` of it.
+template <class Amount>
+static double amount_above(const Weights& some, float cut, const Amount& amount) {
+    Sums sums;
     const vf least = splat(cut);
-    for (size_t i = 0; i < some.weights.size(); i += CHECKED) {
-        if (some.below(i, cut)) continue;
-        for (int j = 0; j < 4; ++j) {
-            const vf value = load(&some.weights[i + j * LANES]);
-            sums[j] += __builtin_convertvector(value >= least ? value : splat(0.0f), vd);
+    for (int64_t i = 0; i < some.count; i += CHECKED) {
+        float stretch[CHECKED];
+        for (int64_t j = 0; j < CHECKED; j += LANES) {
+            const vf weight = load(some.each + i + j);
+            store(stretch + j, weight >= least ? amount(weight) : splat(0.0f));
         }
+        sums.add(stretch);
     }
-    const vd sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    double total = 0.0;
-    for (int lane = 0; lane < LANES; ++lane) total += sum[lane];
-    return total;
+    return sums.total();
 }
 
-static int64_t count_above(const Compared& some, float cut) {
-    vi counts{};
-    const vf least = splat(cut);
-    for (size_t i = 0; i < some.weights.size(); i += CHECKED) {
-        if (some.below(i, cut)) continue;
-        for (int j = 0; j < 4; ++j) counts -= bit_cast<vi>(load(&some.weights[i + j * LANES]) >= least);
-    }
-    int64_t total = 0;
-    for (int lane = 0; lane < LANES; ++lane) total += counts[lane];
-    return total;
-}
-
-// The weights that `weigh` gives `logits`, followed by zeros up to a multiple of CHECKED, and the highest of each
-// CHECKED; one that is no number counts as 0 there, and as below any cut.
+// The weights that `weigh` gives the logits, `count` with the zeros.
 template <class Weigh>
-static void fill_weights(const float* logits, int64_t vocab, Space& space, const Weigh& weigh) {
-    const int64_t padded = (vocab + CHECKED - 1) / CHECKED * CHECKED;
-    space.weights.resize(padded);
-    space.highest.resize(padded / CHECKED);
-    float* out = space.weights.data();
-    for (int64_t i = 0; i < padded; i += CHECKED) {
-        vf highest = splat(0.0f);
-        for (int64_t at = i; at < i + CHECKED; at += LANES) {
-            if (at + LANES <= vocab) {
-                store(out + at, weigh(load(logits + at)));
-            } else {
-                store(out + at, splat(0.0f));
-                const int rest = static_cast<int>(std::max<int64_t>(vocab - at, 0));
-                if (rest) store_some(out + at, weigh(load_some(logits + at, rest)), rest);
-            }
-            highest = max(highest, load(out + at));
+static RowWeights weights_of(const float* logits, int64_t vocab, int64_t count, Space& space, const Weigh& weigh) {
+    float* weights = space.weights.room<float>(count);
+    float* highest = space.highest.room<float>(count / CHECKED);
+    const auto fill = [&](const float* from, int64_t to) {
+        vf most = splat(0.0f);
+        for (int64_t j = 0; j < CHECKED; j += LANES) {
+            const vf weight = weigh(load(from + j));
+            store(weights + to + j, weight);
+            most = max(most, weight);
         }
-        space.highest[i / CHECKED] = max(highest);
+        highest[to / CHECKED] = max(most);
+    };
+    int64_t i = 0;
+    for (; i + CHECKED <= vocab; i += CHECKED) fill(logits + i, i);
+    for (; i < count; i += CHECKED) {
+        float rest[CHECKED];
+        std::fill_n(rest, CHECKED, NOTHING);
+        if (i < vocab) std::copy(logits + i, logits + vocab, rest);
+        fill(rest, i);
     }
+    return {{weights, count}, highest};
 }
 
-static void fill_weights(const Row& row, int64_t vocab, Space& space) {
+static RowWeights weights_of(const Row& row, int64_t vocab, int64_t count, Space& space) {
     const vf best = splat(row.best), temperature = splat(row.temperature);
     if (row.temperature == 1.0f)  // the division, a third of the time, would change nothing
-        fill_weights(row.logits, vocab, space, [=](vf logits) { return exp_negative(logits - best); });
-    else
-        fill_weights(row.logits, vocab, space,
-                     [=](vf logits) { return exp_negative((logits - best) / temperature); });
+        return weights_of(row.logits, vocab, count, space, [=](vf logits) { return exp_negative(logits - best); });
+    return weights_of(row.logits, vocab, count, space,
+                      [=](vf logits) { return exp_negative((logits - best) / temperature); });
 }
+
+// Collects weights of at least `least` and below `end` at `found`, which has room for all and CHECKED more.
+class Collector {
+  public:
+    Collector(float* found, float least, float end) : found_(found), least_(least), end_(end) {}
+
+    // `stretch` may lie where it is collected, but not before.
+    void add(const float* stretch) {
+        for (int64_t j = 0; j < CHECKED; j += LANES) {
+            const vf weight = load(stretch + j);
+            count_ += store_from(found_ + count_, weight < splat(end_) ? weight : splat(0.0f), least_);
+        }
+    }
+
+    Weights weights() const {
+        const int64_t padded = (count_ + CHECKED - 1) / CHECKED * CHECKED;
+        std::fill(found_ + count_, found_ + padded, 0.0f);
+        return {found_, padded};
+    }
+
+  private:
+    float* found_;
+    float least_, end_;
+    int64_t count_ = 0;
+};
 
 // The weights of at least `cut`.
-static void collect(const Compared& all, float cut, Weights& found) {
-    found.resize(all.weights.size() + CHECKED);
-    int64_t count = 0;
-    for (size_t i = 0; i < all.weights.size(); i += CHECKED) {
-        if (all.below(i, cut)) continue;
-        for (int j = 0; j < 4; ++j) count += store_from(&found[count], load(&all.weights[i + j * LANES]), cut);
+static Weights likely_of(const RowWeights& all, float cut, Space& space) {
+    const int64_t stretches = all.count / CHECKED;
+    int64_t* wanted = space.stretches.room<int64_t>(stretches);
+    int64_t num_wanted = 0;
+    for (int64_t s = 0; s < stretches; ++s) {  // no branch: it would be guessed wrong often
+        wanted[num_wanted] = s;
+        num_wanted += all.highest[s] >= cut;
     }
-    const int64_t padded = (count + CHECKED - 1) / CHECKED * CHECKED;
-    std::fill(found.begin() + count, found.begin() + padded, 0.0f);
-    found.resize(padded);
+    Collector likely(space.likely.room<float>(all.count + CHECKED), cut, std::numeric_limits<float>::infinity());
+    for (int64_t i = 0; i < num_wanted; ++i) likely.add(all.each + wanted[i] * CHECKED);
+    return likely.weights();
 }
 
-// The largest number with which enough(all, number) holds; `least`, or the least normal number, if none does.
-// Few weights are looked at closely, because most of a vocabulary is far below any cut that matters.
-template <class Enough>
-static float largest_cut(const Compared& all, float least, Weights& likely, const Enough& enough) {
-    float low = FIRST_CUT;
-    while (low >= LAST_CUT && !enough(all, low)) low /= 4;
-    low = std::max(low >= LAST_CUT ? low : std::numeric_limits<float>::min(), least);
-    collect(all, low, likely);
-    const Compared close{likely, nullptr};
+// The largest cut with which the weights of at least `least` come to `wanted`, each for `amount`; if all of them do
+// not, a cut that keeps all. Few weights are looked at often: most of a vocabulary is far below any cut that matters,
+// and the search puts aside what is above its interval, or below.
+template <class Amount>
+static float largest_cut(const RowWeights& all, float least, double wanted, Space& space, const Amount& amount) {
+    float low = std::max(FIRST_CUT, least);
+    Weights likely = likely_of(all, low, space);
+    while (low > least && low > LAST_CUT && amount_above(likely, low, amount) < wanted) {
+        low = std::max(low / 16 > SMALL_CUT ? low / 16 : LAST_CUT, least);
+        likely = likely_of(all, low, space);
+    }
     // Numbers above 0 are in the order of their bits.
     uint32_t enough_bits = bit_cast<uint32_t>(low), few_bits = bit_cast<uint32_t>(1.0f) + 1;
-    while (few_bits - enough_bits > 1) {
+    double above = 0.0, few = 0.0;  // what is no longer in `likely`, and what there is from few_bits on
+    for (int halvings = 1; few_bits - enough_bits > 1; ++halvings) {
         const uint32_t middle = enough_bits + (few_bits - enough_bits) / 2;
-        (enough(close, bit_cast<float>(middle)) ? enough_bits : few_bits) = middle;
+        const double found = above + amount_above(likely, bit_cast<float>(middle), amount);
+        if (found >= wanted) {
+            enough_bits = middle;
+        } else {
+            few_bits = middle;
+            few = found;
+        }
+        if (halvings % 4) continue;
+        Collector rest(likely.each, bit_cast<float>(enough_bits), bit_cast<float>(few_bits));
+        for (int64_t i = 0; i < likely.count; i += CHECKED) rest.add(likely.each + i);
+        likely = rest.weights();
+        above = few;
     }
     return bit_cast<float>(enough_bits);
 }
 
 // The least weight that the filters of `row` keep; 0 keeps all.
-static float threshold_of(const Row& row, int64_t vocab, Space& space) {
-    const Compared all{space.weights, space.highest.data()};
+static float threshold_of(const Row& row, int64_t vocab, const RowWeights& all, Space& space) {
     float threshold = row.min_p;
     if (row.top_k > 0 && row.top_k < vocab) {
-        const auto enough = [&](const Compared& some, float cut) { return count_above(some, cut) >= row.top_k; };
-        threshold = std::max(threshold, largest_cut(all, threshold, space.likely, enough));
+        const auto one = [](vf) { return splat(1.0f); };
+        const double wanted = static_cast<double>(row.top_k);
+        threshold = std::max(threshold, largest_cut(all, threshold, wanted, space, one));
     }
     if (row.top_p < 1.0) {
-        const double wanted = row.top_p * sum_above(all, threshold);
-        const auto enough = [&](const Compared& some, float cut) { return sum_above(some, cut) >= wanted; };
-        threshold = std::max(threshold, largest_cut(all, threshold, space.likely, enough));
+        const auto itself = [](vf weight) { return weight; };
+        const double wanted = row.top_p * sum_of(threshold > 0.0f ? likely_of(all, threshold, space) : Weights(all));
+        threshold = std::max(threshold, largest_cut(all, threshold, wanted, space, itself));
     }
     return threshold;
 }
 
-// Sums up the groups, without what lies below `threshold`: group = id % groups, always the same additions.
-static void group_sums(int64_t groups, float threshold, Space& space) {
-    auto& w = space.weights;
-    const vf least = splat(threshold);
-    w.resize(GROUPS_OF * groups + LANES, 0.0f);  // what lies past the vocabulary is zero
-    space.sums.resize(groups + LANES);
-    for (int64_t g = 0; g < groups; g += LANES) {
-        vf sum[GROUPS_OF];
-        for (int64_t j = 0; j < GROUPS_OF; ++j) {
-            const vf value = load(&w[g + j * groups]);
-            sum[j] = value < least ? splat(0.0f) : value;
-        }
-        for (int64_t half = GROUPS_OF / 2; half > 0; half /= 2)
-            for (int64_t j = 0; j < half; ++j) sum[j] = sum[j] + sum[j + half];
-        store(&space.sums[g], sum[0]);
+// Sums of LANES groups from `weights` on, of each STEP-th token alone, without what lies below `least`.
+template <int64_t STEP>
+static vf tree_sum(const float* weights, int64_t groups, vf least) {
+    if constexpr (STEP == GROUPS_OF) {
+        const vf value = load(weights);
+        return value < least ? splat(0.0f) : value;
+    } else {
+        return tree_sum<2 * STEP>(weights, groups, least) + tree_sum<2 * STEP>(weights + STEP * groups, groups, least);
     }
 }
 
-static int64_t draw(uint64_t key, int64_t groups, float threshold, const Space& space) {
+// Sums of the groups, without what lies below `threshold`: group = id % groups, always the same additions.
+static const float* group_sums(const RowWeights& all, int64_t groups, float threshold, Space& space) {
+    float* sums = space.sums.room<float>(groups + LANES);
+    for (int64_t g = 0; g < groups; g += LANES) store(sums + g, tree_sum<1>(all.each + g, groups, splat(threshold)));
+    return sums;
+}
+
+static int64_t draw(uint64_t key, int64_t groups, float threshold, const float* weights, const float* sums) {
     Race among_groups{0};
     for (int64_t g = 0; g < groups; ++g)
-        if (space.sums[g] != 0.0f) among_groups.enter(g, uniform(key, g + GROUP_CANDIDATES), space.sums[g]);
+        if (sums[g] != 0.0f) among_groups.enter(g, uniform(key, g + GROUP_CANDIDATES), sums[g]);
     const int64_t group = among_groups.winner;
     Race within_group{group};
     for (int64_t id = group; id < GROUPS_OF * groups; id += groups) {
-        const float weight = space.weights[id];
+        const float weight = weights[id];
         if (weight >= threshold && weight != 0.0f) within_group.enter(id, uniform(key, id), weight);
     }
     return within_group.winner;
 }
-
-constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // One edit as kernels/cpu/kernels.py packs it: a row, then lengths and addresses.
 struct Edit {
@@ -280,12 +329,13 @@ static double log_normalizer(const float* row, int64_t vocab) {
     for (; i + LANES <= vocab; i += LANES) highest = max(highest, load(row + i));
     float most = max(highest);
     for (; i < vocab; ++i) most = std::max(most, row[i]);
-    vd sums[2] = {};
+    typedef double Lanes __attribute__((vector_size(LANES * 8)));
+    Lanes sums[2] = {};
     const vf shift = splat(most);
     for (i = 0; i + 2 * LANES <= vocab; i += 2 * LANES)
         for (int j = 0; j < 2; ++j)
-            sums[j] += __builtin_convertvector(exp_negative(load(row + i + j * LANES) - shift), vd);
-    const vd sum = sums[0] + sums[1];
+            sums[j] += __builtin_convertvector(exp_negative(load(row + i + j * LANES) - shift), Lanes);
+    const Lanes sum = sums[0] + sums[1];
     double total = 0.0;
     for (int lane = 0; lane < LANES; ++lane) total += sum[lane];
     for (; i < vocab; ++i) total += std::exp(static_cast<double>(row[i] - most));
@@ -345,14 +395,15 @@ int quire_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
         std::vector<int64_t> first(rows + 1);
         for (int64_t r = 0; r < rows; ++r) first[r + 1] = first[r] + num_draws[r];
         const int64_t groups = (vocab + GROUPS_OF - 1) / GROUPS_OF;
+        const int64_t count = (GROUPS_OF * groups + LANES + CHECKED - 1) / CHECKED * CHECKED;
         parallel_for(rows, rows, num_threads, [&](int64_t r) {
             thread_local Space space;
             const Row row{logits + r * stride, best[r], temperature[r], min_p[r], top_k[r], top_p[r]};
-            fill_weights(row, vocab, space);
-            const float threshold = threshold_of(row, vocab, space);
-            group_sums(groups, threshold, space);
+            const RowWeights weights = weights_of(row, vocab, count, space);
+            const float threshold = threshold_of(row, vocab, weights, space);
+            const float* sums = group_sums(weights, groups, threshold, space);
             for (int64_t d = first[r]; d < first[r + 1]; ++d)
-                tokens[d] = draw(static_cast<uint64_t>(keys[d]), groups, threshold, space);
+                tokens[d] = draw(static_cast<uint64_t>(keys[d]), groups, threshold, weights.each, sums);
         });
     });
 }

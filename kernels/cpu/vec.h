@@ -35,6 +35,7 @@ constexpr int LANES = QUIRE_LANES;
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef double vd __attribute__((vector_size(LANES * 4)));  // half as many
 typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
 typedef float v4 __attribute__((vector_size(16)));  // the last steps of a sum over lanes
 typedef int32_t i4 __attribute__((vector_size(16)));
@@ -67,6 +68,19 @@ static inline vf load(const float* p) {
     vf v;
     std::memcpy(&v, p, sizeof(vf));
     return v;
+}
+// Of LANES / 2 floats.
+static inline vd load_doubles(const float* p) {
+#if QUIRE_LANES == 16 && defined(__AVX512F__)
+    return _mm512_cvtps_pd(_mm256_loadu_ps(p));
+#elif QUIRE_LANES == 8 && defined(__AVX__)
+    return _mm256_cvtps_pd(_mm_loadu_ps(p));
+#else
+    typedef float Floats __attribute__((vector_size(LANES * 2)));
+    Floats v;
+    std::memcpy(&v, p, sizeof(v));
+    return __builtin_convertvector(v, vd);
+#endif
 }
 static inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(vf)); }
 

@@ -11,7 +11,7 @@ import torch
 
 import engine.execution.sampler as sampler
 from engine.errors import QuireError
-from engine.execution.random import draw_key, exponential
+from engine.execution.random import draw_key, draw_keys, exponential, seed_bits
 from engine.execution.sampler import GROUPS_OF, Sampler, SampleRow
 from engine.sampling_params import SamplingParams
 from engine.scheduling.candidates import Candidates
@@ -117,6 +117,24 @@ def test_top_p_of_a_large_vocabulary_matches_a_full_sort(chooser: Sampler) -> No
             lifted = torch.where(torch.from_numpy(kept), logits, torch.tensor(-1e4))
             lifted[last] = logits.max()
             assert last in sample_many(chooser, lifted, SamplingParams(), draws=100) or kept.sum() > 2000
+
+
+@pytest.mark.parametrize("depth", [8.0, 11.0, 14.0, 17.0])
+def test_a_nucleus_of_very_unlikely_tokens_is_whole(chooser: Sampler, depth: float) -> None:
+    """One token is likely, 20,000 are far below it, and 5,000 further still are no longer in the nucleus."""
+    logits = torch.zeros(1, 25_001)
+    logits[0, 1:], logits[0, 20_001:] = -depth, -depth - 3
+    unlikely = math.exp(-depth)
+    wanted, total = 1 + 19_999.5 * unlikely, 1 + 20_000 * unlikely + 5_000 * math.exp(-depth - 3)
+    filters: tuple[dict[str, float], ...] = ({"top_p": wanted / total}, {"top_k": 20_001})
+    for each in filters:
+        row = SampleRow(SamplingParams(**each), 1, 0, extra_seeds=tuple(range(2, 20_001)))
+        (drawn,) = chooser.sample(logits.clone(), [row])
+        assert isinstance(drawn, Candidates)
+        below = [token for token in drawn.tokens if token > 0]
+        share = 20_000 * unlikely / (1 + 20_000 * unlikely)
+        assert abs(len(below) - 20_000 * share) < 5 * math.sqrt(20_000 * share)
+        assert max(below) <= 20_000
 
 
 def test_ties_with_the_last_kept_token_are_kept(chooser: Sampler) -> None:
@@ -253,12 +271,33 @@ def test_rows_that_draw_nothing_ask_the_kernel_for_no_filter() -> None:
         SampleRow(SamplingParams(temperature=0.5, **filtered), 2, 0),
         SampleRow(SamplingParams(temperature=0.5, **filtered), 3, 0, best=2),
     ]
-    options = sampler._draw_options(rows, {1})
+    options = sampler._DrawOptions().of(rows, {1})
     assert options.num_draws.tolist() == [0, 1, 0]
     assert options.temperature.tolist() == [1.0, 0.5, 1.0]
     assert options.top_k.tolist() == [0, 3, 0]
     assert options.top_p.tolist() == [1.0, 0.5, 1.0]
     assert options.min_p[[0, 2]].tolist() == [0.0, 0.0]
+
+
+def test_what_a_sampler_keeps_from_one_batch_to_the_next_changes_no_draw() -> None:
+    """Batches with the same parameters at the next positions, and with a change of each kind."""
+    logits = torch.randn((3, 5_000), generator=torch.Generator().manual_seed(3))
+    params, other = SamplingParams(top_p=0.9), SamplingParams(temperature=0.5, top_k=40)
+    greedy = SamplingParams(temperature=0.0)
+    batches = [
+        [SampleRow(params, seed, 10) for seed in (1, 2, 3)],
+        [SampleRow(params, seed, 11) for seed in (1, 2, 3)],
+        [SampleRow(params, seed, position) for seed, position in ((1, 12), (2, 5), (4, 12))],
+        [SampleRow(each, seed, 13) for each, seed in ((params, 1), (other, 2), (params, 4))],
+        [SampleRow(each, seed, 14) for each, seed in ((params, 1), (greedy, 2), (params, 4))],
+        [SampleRow(params, 1, 15), SampleRow(params, 2, 15, extra_seeds=(4,)), SampleRow(params, 5, 15)],
+        [SampleRow(params, 1, 16), SampleRow(params, 2, 16), SampleRow(params, 4, 16, extra_seeds=(5,))],
+        [SampleRow(params, 2, 17), SampleRow(params, 1, 17)],
+    ]
+    kept = Sampler(CpuKernels(1))
+    for rows in batches:
+        some = logits[: len(rows)]
+        assert kept.sample(some.clone(), rows) == Sampler().sample(some.clone(), rows)
 
 
 def test_the_kth_largest_weight_is_exact_for_any_k() -> None:
@@ -287,6 +326,17 @@ def test_a_draw_depends_on_seed_and_position(chooser: Sampler) -> None:
         for position in (0, 1, 2, 131_071)
     ]
     assert len(set(draws)) == len(draws)
+
+
+def test_keys_worked_out_together_are_those_of_each_draw() -> None:
+    pairs = [
+        (seed, position)
+        for seed in (-(2**63), -5, -1, 0, 1, 2**62 + 12_345, 2**63 - 1)
+        for position in (0, 1, 12, 131_071, 2**31)
+    ]
+    bits = np.array([seed_bits(seed) for seed, _ in pairs], dtype=np.uint64)
+    keys = draw_keys(bits, np.array([position for _, position in pairs], dtype=np.uint64))
+    assert keys.tolist() == [draw_key(seed, position) for seed, position in pairs]
 
 
 def test_exponential_draws_have_the_right_moments_and_no_correlation() -> None:
