@@ -47,25 +47,32 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def build_with(
-    args: dict[str, Any], replica_class: type | None, tries: Mapping[str, int] | None = None
+    args: dict[str, Any],
+    replica_class: type | None,
+    tries: Mapping[str, int] | None = None,
+    *,
+    warn: bool = True,
 ) -> Application:
     """``build``, with another class for the engine replicas if given.
 
-    ``tries`` comes from a launcher, which has loaded the options before, and with it their warnings: how often
-    Serve has given up starting a model, by its name.
+    Args:
+        tries: how often Serve has given up starting each model, by name.
+        warn: whether to log warnings about the options; a launcher that has loaded them has done so.
 
     Raises:
         DeployError: see ``build``.
     """
     try:
-        return _checked(args, replica_class, tries)
+        return _checked(args, replica_class, tries, warn)
     except ConfigError as error:
         raise DeployError(str(error)) from None
 
 
-def _checked(args: dict[str, Any], replica_class: type | None, tries: Mapping[str, int] | None) -> Application:
+def _checked(
+    args: dict[str, Any], replica_class: type | None, tries: Mapping[str, int] | None, warn: bool
+) -> Application:
     config.refuse_launch_options(args)
-    options = config.load(args, warn=tries is None)
+    options = config.load(args, warn=warn)
     check_router(options)
     models = config.served_models(options)
     placement.check_gpus(models, placement.cluster_nodes())

@@ -261,8 +261,8 @@ def load(
     """The options in ``args``, by flat names, overridden by the environment.
 
     Variables that are not options are ignored with a warning: Kubernetes sets some, such as ``QUIRE_PORT``, for
-    a service called quire. For the same reason the environment sets no launch option. Who loads what has been
-    loaded before does not ``warn`` again.
+    a service called quire. For the same reason the environment sets no launch option. Without ``warn``,
+    nothing is logged: for a caller that loads the same options again.
 
     Raises:
         ConfigError: one line that names each wrong option.

@@ -53,7 +53,7 @@ class Figure:
         return bool(self.value <= self.bar if self.at_most else self.value >= self.bar)
 
     def verdict(self) -> str:
-        """The bar, and whether it holds; empty without a bar. A run fails by it with ``--check`` only."""
+        """The bar, and whether it holds; empty without a bar. A miss fails the run only with ``--check``."""
         if self.bar is None:
             return ""
         return f"  bar {'<=' if self.at_most else '>='} {self.bar:g}  {'ok' if self.holds else 'missed'}"

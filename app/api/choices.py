@@ -71,8 +71,8 @@ class GenerationJob:
         return sum(map(len, self.prompts))
 
 
-class TextTaker(Protocol):
-    """A direct way for text to the client."""
+class DirectSend(Protocol):
+    """The direct path of text to the client."""
 
     def ready(self) -> bool:
         """Whether it can be called now."""
@@ -115,12 +115,12 @@ class TextDelta:
 
 
 def stream_choices(
-    job: GenerationJob, source: TokenGenerator, decoder: TextDecoder, take: TextTaker | None = None
+    job: GenerationJob, source: TokenGenerator, decoder: TextDecoder, take: DirectSend | None = None
 ) -> AsyncGenerator[TextDelta, None]:
     """The text of all choices as it arrives. Closing the generator aborts the rest.
 
-    While the reader waits, ``take`` may take deltas in the middle of a choice, which are then not yielded; it
-    raises nothing that the generator may not raise.
+    While the reader waits, ``take`` may take deltas in the middle of a choice, which are then not yielded; its
+    errors end the generator.
 
     Raises:
         GenerationError, UnavailableError, InvalidRequestError: of one prompt; it ends the others, too.
@@ -128,6 +128,7 @@ def stream_choices(
     params = job.options.params
     # The engine ranks by tokens; if stop strings may cut them, the text decides which tokens count.
     make = _best_of_prompt if job.options.stop and params.best_of is not None else _of_prompt
+    # The deltas of several prompts wait to be merged; a direct one would overtake them.
     if len(job.prompts) == 1 and make is _of_prompt:
         return _of_prompt(job, 0, source, decoder, take)
     outputs = [make(job, prompt, source, decoder) for prompt in range(len(job.prompts))]
@@ -139,7 +140,7 @@ async def _of_prompt(
     prompt: int,
     source: TokenGenerator,
     decoder: TextDecoder,
-    take: TextTaker | None = None,
+    take: DirectSend | None = None,
 ) -> AsyncGenerator[TextDelta, None]:
     """The choices of one prompt; closing the generator aborts them on the engine."""
     options = job.options

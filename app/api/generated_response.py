@@ -65,7 +65,7 @@ class ResponseMaker:
         record.journals = job.journals
         if job.options.stream:
             costs = _Costs(job, record)
-            take = _Direct(reply, record, costs)
+            take = _DirectSend(reply, record, costs)
             take.stream = EventStream(self._events(job, reply, record, costs, take), reply.error)
             return take.stream
         return WholeResponse(self._whole(job, reply, record))
@@ -88,7 +88,7 @@ class ResponseMaker:
         return Response(await self._written(described, content), media_type="application/json")
 
     async def _events(
-        self, job: GenerationJob, reply: Reply, record: RequestRecord, costs: _Costs, take: _Direct
+        self, job: GenerationJob, reply: Reply, record: RequestRecord, costs: _Costs, take: _DirectSend
     ) -> AsyncGenerator[bytes, None]:
         with record.running():
             async with aclosing(stream_choices(job, self._engines, self._decoder, take)) as arriving:
@@ -109,8 +109,8 @@ class ResponseMaker:
         return write() if described <= INLINE_DETAILS else await self._in_thread(write)
 
 
-class _Direct:
-    """The direct way from the text of a response to its client: the text becomes an event, which is sent.
+class _DirectSend:
+    """The direct path from the text of a response to its client: the text becomes an event, which is sent.
 
     Its ``stream`` is set before its events begin.
     """

@@ -22,10 +22,10 @@ _SAME = (
 """Names that APIs and libraries have for one parameter; spelling does not tell that they mean the same."""
 
 _LEAST_LETTERS = 4
-"""Of a name that may be misspelt: of shorter ones every other is a misspelling."""
+"""Shorter names are not checked: too many words are one letter away."""
 
 _MOST_LETTERS = 40
-"""Of a name that may be a misspelling."""
+"""Longer names are not checked."""
 
 
 def known_fields(
@@ -72,13 +72,16 @@ def only_known(value: Mapping[str, Any], name: str, known: Collection[str]) -> N
 
 
 def check_names(value: Mapping[str, Any], name: str, known: tuple[str, ...]) -> None:
-    """Refuse a field of the object ``name`` that is not ``known`` but written almost like one that is.
+    """Refuse a field of the object ``name`` that is not ``known`` but almost spelled like one that is missing.
 
-    Fields that are like none pass without effect: clients send back what other servers, or they themselves,
-    have added to an answer, and newer SDKs know more names.
+    Other fields pass without effect: clients send back what other servers, or they themselves, have added to an
+    answer, such as ``context`` beside ``content``, and newer SDKs know more names.
     """
     for key, entry in value.items():
-        if key not in known and entry is not None and (meant := _misspelt(key, known)):
+        if key in known or entry is None:
+            continue
+        meant = _misspelt(key, known)
+        if meant and value.get(meant) is None:
             raise _unknown_in(name, key, f"; did you mean {meant!r}?")
 
 

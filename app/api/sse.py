@@ -27,7 +27,7 @@ STREAM_HEADERS = [
 ]
 DIRECT_SEND = "quire.direct_send"
 """In an ASGI scope, the server's own ``send``. No middleware here changes a body, so that events need not pass
-them once the headers are out."""
+them once the headers are out. ``send_now`` calls it outside any task, so it may wait for futures only."""
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -94,7 +94,7 @@ class EventStream:
         self._sending = False
 
     async def _settle(self) -> None:
-        """Before another event: wait until what ``send_now`` has begun is sent."""
+        """Call before sending another event: waits until what ``send_now`` began has been sent."""
         late, self._late = self._late, None
         if late is not None:
             await late
@@ -192,8 +192,11 @@ async def _run_while_connected(
 @types.coroutine
 def _continue(waits_for: Any, steps: Generator[Any, None, None]) -> Generator[Any, None, None]:
     """The rest of ``steps``, which has been begun outside of any task and waits for ``waits_for``."""
-    yield waits_for
-    yield from steps
+    try:
+        yield waits_for
+        yield from steps
+    finally:
+        steps.close()
 
 
 async def _disconnect(receive: Receive) -> None:

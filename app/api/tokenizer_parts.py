@@ -138,6 +138,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # To transformers it is then not installed. No tokenizer needs it, and its import takes most of the time.
+    # Then transformers finds no torch. No tokenizer needs it, and importing it takes most of the time.
     sys.modules["torch"] = cast(Any, None)
     sys.exit(main())

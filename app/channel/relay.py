@@ -47,8 +47,8 @@ class Channels(Protocol):
 class Relay:
     """Implements ``ChannelEvents`` for all channels of a process; its calls return at once.
 
-    The owner handles all that has gathered, as many events at a time as ``SLICE_S`` allows. What a frame holds
-    wakes the owner's loop once, at the frame's end: earlier, the two threads would wait for each other.
+    The owner handles all that has gathered, as many events at a time as ``SLICE_S`` allows. Only the end
+    of a frame wakes the owner's loop: woken for the first section, the two threads waited for each other.
     """
 
     def __init__(self, owner: OwnerEvents, channels: Channels) -> None:
@@ -107,7 +107,7 @@ class Relay:
         self._put(None, done)
 
     def _add(self, route: Route | None, call: Callable[..., None], *arguments: Any) -> None:
-        """Something of a frame, whose end follows; or the channel's, if the rest is unreadable."""
+        """Add part of a frame; the frame's end, or the channel's if the rest is unreadable, wakes the owner."""
         self._waiting.append((self._clock(), route, call, arguments))
 
     def _put(self, route: Route | None, call: Callable[..., None], *arguments: Any) -> None:

@@ -48,7 +48,7 @@ class GenerateRequest:
 
     ``request_id`` is for logs; it need not be unique. ``checked`` are the limits by which it has been
     found valid: by the same ones it is not checked again, which takes milliseconds for a long prompt.
-    ``take`` is the direct way to the reader: see ``Taker``.
+    ``take`` is the direct path to the reader: see ``Taker``.
     """
 
     request_id: str

@@ -43,7 +43,7 @@ class LoopPacer:
     def call(self, resume: Callable[[], bool], loop: asyncio.AbstractEventLoop, client: str = "") -> None:
         """Call ``resume`` on ``loop`` when its turn has come.
 
-        It raises nothing, and returns whether anything was still waiting; otherwise the turn is another's.
+        It must not raise. It returns whether the waiter was still there; if not, the turn passes to the next.
         """
         queue = self._waiting.get(client)
         if queue is None:
@@ -72,15 +72,17 @@ class LoopPacer:
             return
         self._taken_on = None
         woken, waiting = 0, self._waiting
-        while waiting and woken < self._per_turn:
-            client, queue = next(iter(waiting.items()))
-            del waiting[client]
-            _, resume = queue.popleft()
-            if queue:
-                waiting[client] = queue  # behind the others
-            woken += resume()
-        if woken:
-            self._take(loop)
+        try:
+            while waiting and woken < self._per_turn:
+                client, queue = next(iter(waiting.items()))
+                del waiting[client]
+                _, resume = queue.popleft()
+                if queue:
+                    waiting[client] = queue  # behind the others
+                woken += resume()
+        finally:  # whatever became of one, the others have their turns
+            if woken or waiting:
+                self._take(loop)
 
 
 def _wake(future: asyncio.Future[None]) -> bool:

@@ -190,7 +190,7 @@ class LocalServer:
 
         from app.application import build_with
 
-        application = build_with({**self._args, "instance": self._instance.name}, None, self._tries)
+        application = build_with({**self._args, "instance": self._instance.name}, None, self._tries, warn=False)
         serve.run_many(
             [serve.RunTarget(application, serving.APP_NAME)],
             wait_for_ingress_deployment_creation=False,

@@ -47,7 +47,7 @@ HAPROXY_ENVIRONMENT = {
     # failure 0.25 s later puts it out of use, even where HAProxy has yet to hear of its successor.
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_FASTINTER": "4s",
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_RISE": "1",  # or an ingress that recovers waits for 4 s, too
-    # Serve starts a dead HAProxy after three failed checks, by default 10 s apart. Until then no one connects.
+    # Serve restarts a dead HAProxy after three failed checks, 10 s apart by default; until then none connects.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "3",
 }
 

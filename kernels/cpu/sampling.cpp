@@ -112,7 +112,7 @@ static double sum_of(const Weights& some) {
     return sums.total();
 }
 
-// What the weights of at least `cut` come to, if each counts for `amount` of it.
+// The sum of `amount(w)` over the weights w >= `cut`.
 template <class Amount>
 static double amount_above(const Weights& some, float cut, const Amount& amount) {
     Sums sums;
@@ -200,8 +200,8 @@ static Weights likely_of(const RowWeights& all, float cut, Space& space) {
     return likely.weights();
 }
 
-// The largest cut with which the weights of at least `least` come to `wanted`, each for `amount`; if all of them do
-// not, a cut that keeps all. Few weights are looked at often: most of a vocabulary is far below any cut that matters,
+// The largest cut, at least `least`, such that the sum of `amount(w)` over the weights w >= cut is at least `wanted`;
+// if there is none, a cut that keeps all of them. Few weights are looked at often: most of a vocabulary is far below any cut that matters,
 // and the search puts aside what is above its interval, or below.
 template <class Amount>
 static float largest_cut(const RowWeights& all, float least, double wanted, Space& space, const Amount& amount) {

@@ -39,6 +39,7 @@ def bare_cluster() -> Iterator[BreakableCluster]:
     os.environ[CONTROL_INTERVAL] = str(RESTARTED_S)
     cluster = BreakableCluster()
     with _CLUSTERS:
+        _CLUSTERS.callback(os.environ.pop, CONTROL_INTERVAL, None)
         _CLUSTERS.callback(cluster.stop)
         cluster.start()
         yield cluster

@@ -340,14 +340,14 @@ API: list[Fault] = [
         " or delta.finish_reason is not None or not take.ready()",
         " or not take.ready()",
         _CHOICES,
-        "the last tokens of a choice go the direct way, and the choice does not end",
+        "the last tokens of a choice go the direct path, and the choice does not end",
     ),
     Fault(
         "app/api/choices.py",
         "plain = not (options.stop or job.echoes",
         "plain = not (job.echoes",
         _CHOICES,
-        "text goes the direct way past its stop string",
+        "text goes the direct path past its stop string",
     ),
     Fault(
         "app/api/sse.py",

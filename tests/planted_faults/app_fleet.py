@@ -192,8 +192,15 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/loop_pacer.py",
-        "        if woken:\n            self._take(loop)",
-        "        if waiting:\n            self._take(loop)",
+        "            if woken or waiting:\n",
+        "            if woken:\n",
+        _PACER,
+        "after one that raises, the others have no turn",
+    ),
+    Fault(
+        "app/fleet/loop_pacer.py",
+        "            if woken or waiting:\n",
+        "            if waiting:\n",
         _PACER,
         "a request begins in the turn of the last one of a crowd",
     ),

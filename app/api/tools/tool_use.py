@@ -209,6 +209,7 @@ def _choice(value: object, tools: tuple[Tool, ...]) -> tuple[ToolChoice, str]:
         return "required", ""
     if not isinstance(value, dict):
         raise wrong("tool_choice", value, "'none', 'auto', 'required' or an object that names a tool")
+    check_names(value, "tool_choice", ("type", "function"))
     function = value.get("function")
     if value.get("type") != "function" or not isinstance(function, dict):
         raise InvalidRequestError(
@@ -216,7 +217,6 @@ def _choice(value: object, tools: tuple[Tool, ...]) -> tuple[ToolChoice, str]:
             "tool_choice",
             "unsupported_parameter",
         )
-    check_names(value, "tool_choice", ("type", "function"))
     check_names(function, "tool_choice.function", ("name",))
     named = function.get("name")
     if named not in [tool.name for tool in tools]:

@@ -161,15 +161,42 @@ def with_field(route: str, path: tuple[Any, ...], name: str, value: Any) -> dict
     return body
 
 
+def renamed(route: str, path: tuple[Any, ...], name: str, other: str) -> dict[str, Any]:
+    """The example of ``route`` with another name for a field of the object at ``path``."""
+    body: dict[str, Any] = json.loads(json.dumps(ROUTES[route][1]))
+    fields = at(body, path)
+    fields[other] = fields.pop(name)
+    return body
+
+
+def beside(route: str, path: tuple[Any, ...], name: str, other: str) -> dict[str, Any]:
+    """The example of ``route`` with a further field ``other``; the one of that ``name`` stays."""
+    return with_field(route, path, other, "x")
+
+
+WANTED = ("type", "role")
+"""Without these, what an object must have comes first."""
+
+
+@pytest.mark.parametrize(
+    ("route", "path", "name"),
+    [(route, path, name) for route, path in OBJECTS for name in WANTED if name in at(ROUTES[route][1], path)],
+)
+def test_a_misspelt_type_or_role_is_refused(route: str, path: tuple[Any, ...], name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"\b(type|role)\b"):
+        ROUTES[route][0](renamed(route, path, name, f"{name}s"))
+
+
 @pytest.mark.parametrize(("route", "path"), OBJECTS)
 def test_a_misspelt_field_is_refused_with_the_name_that_was_meant(route: str, path: tuple[Any, ...]) -> None:
     parse, example = ROUTES[route]
-    for name in [name for name in at(example, path) if len(name) > 3]:
+    change = beside if path in STRICT[route] else renamed
+    for name in [name for name in at(example, path) if len(name) > 3 and name not in WANTED]:
         camel = "".join(word.capitalize() for word in name.split("_"))
         swapped = name[:2] + name[3] + name[2] + name[4:]
         for misspelt in {f"{name}s", name[:-2] + name[-1], f"{name[:-1]}z", swapped, camel} - {name}:
             with pytest.raises(InvalidRequestError) as caught:
-                parse(with_field(route, path, misspelt, "x"))
+                parse(change(route, path, name, misspelt))
             assert f"{misspelt!r}" in caught.value.message or f".{misspelt} " in caught.value.message
             assert f"did you mean {name!r}?" in caught.value.message
             assert caught.value.code in ("unknown_parameter", "unsupported_parameter")
@@ -205,7 +232,7 @@ def test_a_field_that_is_like_none_passes_where_clients_have_their_own(
         ),
         (
             "responses",
-            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "texts": "b"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_text", "texts": "b"}]}]},
             "input[0].content[0] has 'texts', which is not a known field of it; did you mean 'text'?",
         ),
         (
@@ -230,3 +257,18 @@ def test_the_place_of_a_misspelt_field_is_told(route: str, fields: dict[str, Any
     with pytest.raises(InvalidRequestError) as caught:
         parse({**json.loads(json.dumps(example)), **fields})
     assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("route", "path", "name"),
+    [
+        ("messages", ("messages", 0), "context"),
+        ("responses", ("input", 0), "context"),
+        ("messages", ("metadata",), "user"),
+    ],
+)
+def test_a_field_beside_the_one_that_it_is_almost_spelled_like_passes(
+    route: str, path: tuple[Any, ...], name: str
+) -> None:
+    """Some servers put a context beside the content of their answers, and clients send these back."""
+    ROUTES[route][0](with_field(route, path, name, "x"))

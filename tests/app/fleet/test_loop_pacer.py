@@ -36,6 +36,25 @@ def test_a_few_go_on_in_each_turn_in_their_order() -> None:
     asyncio.run(test())
 
 
+def test_one_that_raises_keeps_no_other_from_its_turn() -> None:
+    async def test() -> None:
+        loop, told = asyncio.get_running_loop(), []
+        loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+        pacer = LoopPacer(1)
+        last: asyncio.Future[None] = loop.create_future()
+        fault = ZeroDivisionError()
+
+        def fail() -> bool:
+            raise fault
+
+        pacer.call(fail, loop)
+        pacer.wake(last)
+        await asyncio.wait_for(last, 10.0)
+        assert told == [fault]
+
+    asyncio.run(test())
+
+
 def test_clients_pass_in_turn_and_one_in_each_turn_of_the_loop() -> None:
     async def test() -> None:
         now = 5.0

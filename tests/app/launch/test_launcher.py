@@ -488,7 +488,7 @@ def test_replicas_have_not_gone_while_another_deploy_builds(
 def deploy_two(monkeypatch: pytest.MonkeyPatch, instance: Instance, *course: SimpleNamespace) -> list[str]:
     """What the launcher says while the application goes through ``course``; model a serves from the start."""
     statuses = iter(course)
-    monkeypatch.setattr("app.application.build_with", lambda args, replica_class, tries: args)
+    monkeypatch.setattr("app.application.build_with", lambda args, replica_class, tries, warn: args)
     monkeypatch.setattr("app.launch.placement.cluster_nodes", lambda: [{"CPU": 2.0}])
     monkeypatch.setattr("ray.serve.run_many", lambda *_, **__: None)
     monkeypatch.setattr("ray.serve.status", lambda: next(statuses))
@@ -546,7 +546,8 @@ class Attended:
         deployed = {} if self.source is None else {serving.APP_NAME: SimpleNamespace(source=self.source)}
         return SimpleNamespace(applications=deployed, _get_status=lambda: status)
 
-    def _build(self, args: object, replica_class: None, tries: dict[str, int]) -> None:
+    def _build(self, args: object, replica_class: None, tries: dict[str, int], *, warn: bool) -> None:
+        assert not warn
         self.tried.append(dict(tries))
         if len(self.tried) == 2:
             raise ConfigError("the folder of b is gone")
