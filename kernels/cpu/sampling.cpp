@@ -201,8 +201,8 @@ static Weights likely_of(const RowWeights& all, float cut, Space& space) {
 }
 
 // The largest cut, at least `least`, such that the sum of `amount(w)` over the weights w >= cut is at least `wanted`;
-// if there is none, a cut that keeps all of them. Few weights are looked at often: most of a vocabulary is far below any cut that matters,
-// and the search puts aside what is above its interval, or below.
+// if there is none, a cut that keeps all of them. Few weights are looked at often: most of a vocabulary is far below
+// any cut that matters, and the search puts aside what is above its interval, or below.
 template <class Amount>
 static float largest_cut(const RowWeights& all, float least, double wanted, Space& space, const Amount& amount) {
     float low = std::max(FIRST_CUT, least);
