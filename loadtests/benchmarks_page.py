@@ -56,10 +56,11 @@ def updated(page: str, documents: list[dict[str, Any]], charts: dict[str, list[s
 
 
 def write(reports: Sequence[Path], page: Path) -> None:
-    """Update the page and its charts from these JSON files."""
+    """Update the page, or begin it, and its charts from these JSON files."""
     documents = [json.loads(path.read_text()) for path in reports]
+    page.parent.mkdir(parents=True, exist_ok=True)
     charts = {one["command"]: draw(one, page.parent / PLOTS) for one in documents}
-    page.write_text(updated(page.read_text(), documents, charts))
+    page.write_text(updated(page.read_text() if page.exists() else "", documents, charts))
 
 
 def main() -> None:

@@ -92,6 +92,12 @@ def test_the_routing_command_makes_its_charts(tmp_path: Path) -> None:
     assert ">1,000</text>" in output
 
 
+def test_a_page_that_does_not_exist_is_begun(tmp_path: Path) -> None:
+    (tmp_path / "kernels.json").write_text(json.dumps(document("loadtests.kernels", 2.0)))
+    write([tmp_path / "kernels.json"], tmp_path / "new" / "benchmarks.md")
+    assert "loadtests.kernels" in (tmp_path / "new" / "benchmarks.md").read_text()
+
+
 def test_charts_find_the_figures_that_the_commands_make() -> None:
     made = {
         "autoscaling": ("six ramps: ours: in time", "six ramps: Ray's best here, Ray 2, 30/600 s: in time"),
