@@ -79,7 +79,7 @@ class DeltaQueue:
             if self._take is not None and self._taken(self._take):
                 self._woken = False  # it still waits
                 return True
-        except Exception as error:  # noqa: BLE001 - the reader raises it
+        except Exception as error:  # noqa: BLE001 - handed on: the reader raises it
             reader.set_exception(error)
             return True
         reader.set_result(None)

@@ -342,6 +342,15 @@ def test_comments_follow_what_was_sent_past_the_others() -> None:
     run_virtually(main())
 
 
+async def end(how: str, connection: Connection, running: asyncio.Task[None]) -> None:
+    """Let the client leave, or the server cancel the response, and wait until it has returned."""
+    if how == "disconnect":
+        connection.left.set()
+    else:
+        running.cancel()
+    await asyncio.wait({running})
+
+
 @pytest.mark.parametrize("how", ["disconnect", "cancel"])
 def test_an_event_that_has_not_left_ends_with_its_stream(how: str) -> None:
     async def main() -> None:
@@ -351,11 +360,7 @@ def test_an_event_that_has_not_left_ends_with_its_stream(how: str) -> None:
         await connection.until_sent(2)
         stream.send_now(b"b")
         await asyncio.sleep(0)
-        if how == "disconnect":
-            connection.left.set()
-        else:
-            running.cancel()
-        await asyncio.wait({running})
+        await end(how, connection, running)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
@@ -379,11 +384,7 @@ def test_a_response_returns_only_once_its_work_has_ended(how: str) -> None:
 
         running = asyncio.create_task(exchange(EventStream(stream()), connection))
         await connection.until_sent(2)
-        if how == "disconnect":
-            connection.left.set()
-        else:
-            running.cancel()
-        await asyncio.wait({running})
+        await end(how, connection, running)
         assert ended
 
     asyncio.run(main())
