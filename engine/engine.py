@@ -37,6 +37,7 @@ from engine.scheduling.candidates import Outcome
 from engine.scheduling.load_report import LoadReporter
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_config import ModelTraits, SchedulerConfig
 from engine.scheduling.sequence import ScheduledChunk
 from engine.scheduling.speculation import MAX_DRAFTS, Speculation
 from engine.scheduling.step import StepTiming
@@ -80,18 +81,18 @@ class Engine:
         self.scheduler = Scheduler(
             pool,
             index,
-            max_num_seqs=max_num_seqs,
-            token_budget=self.token_budget,
-            lone_budget=lone_budget,
-            prefix_caching=config.prefix_caching,
-            eos_token_ids=self.runner.eos_token_ids,
-            model_key=self.runner.model_key,
-            limits=self.limits,
-            recovery=self._recovery_policy(calibration),
+            self._recovery_policy(calibration),
+            ModelTraits(self.limits, self.runner.model_key, self.runner.eos_token_ids),
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                token_budget=self.token_budget,
+                lone_budget=lone_budget,
+                prefix_caching=config.prefix_caching,
+                priority_aging=config.priority_aging,
+                check_invariants=config.check_invariants,
+            ),
             host=HostPool(self.runner.memory.host_blocks),
-            priority_aging=config.priority_aging,
             speculation=self._speculation(),
-            check_invariants=config.check_invariants,
         )
         self.grammars = GrammarCompiler(
             self.runner.folder, self.limits.vocab_size, self.runner.eos_token_ids, checked=not offline

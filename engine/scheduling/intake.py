@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from engine.errors import InvalidRequestError
 from engine.logit_edits import LogitEdits
 from engine.prompt_logprobs import PromptLogprobs
-from engine.request import ModelLimits, Request, check
+from engine.request import Request, check
 from engine.scheduling.fair_queue import Ticket
+from engine.scheduling.scheduler_config import ModelTraits
 from engine.scheduling.sequence import Sequence, order_of
 from engine.scheduling.sequence_groups import SequenceGroups
 from engine.scheduling.state import SchedulerState
@@ -24,19 +25,17 @@ class Intake:
         state: SchedulerState,
         groups: SequenceGroups,
         workload: WorkloadStats,
+        model: ModelTraits,
         *,
-        eos_token_ids: Collection[int],
-        model_key: tuple[object, ...],
-        limits: ModelLimits,
         priority_aging: float | None,
         clock: Callable[[], float],
     ) -> None:
         self._state = state
         self._groups = groups
         self._workload = workload
-        self._eos = frozenset(eos_token_ids)
-        self._model_key = model_key
-        self._limits = limits
+        self._eos = frozenset(model.eos_token_ids)
+        self._model_key = model.key
+        self._limits = model.limits
         self._priority_aging = priority_aging
         self._clock = clock
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import abc
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from engine.errors import ConfigError
 from engine.kv.block_pool import BlockPool, InvariantError
 from engine.kv.host_pool import HostPool
 from engine.kv.prefix_index import PrefixIndex
-from engine.request import FinishReason, ModelLimits, Request, TokenDelta
+from engine.request import FinishReason, Request, TokenDelta
 from engine.scheduling.admission import (
     admit_waiting,
     first_that_fits,
@@ -24,6 +24,7 @@ from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.preemption import grow
 from engine.scheduling.prefill import begin_prefills, lengthen_held_back
 from engine.scheduling.recovery import RecoveryPolicy
+from engine.scheduling.scheduler_config import ModelTraits, SchedulerConfig
 from engine.scheduling.scheduler_stats import SchedulerStats
 from engine.scheduling.sequence import ScheduledChunk, Sequence, SequenceState
 from engine.scheduling.sequence_groups import SequenceGroups
@@ -50,63 +51,34 @@ class Scheduler:
     - a waiting sequence that does not fit is overtaken at most ``max_overtakes`` times.
 
     Args:
-        host: blocks to swap to.
-        max_num_seqs: maximum number of running sequences; never above ``token_budget``, so that all of them can
-            decode in each step.
-        token_budget: maximum number of tokens in one step.
-        lone_budget: the same while there is only one sequence; by default ``token_budget``.
-        model_key: the properties of the model that KV depends on (revision, dtype); part of the root of its
-            prefix trees.
-        priority_aging: seconds of waiting that offset one level of priority, within a client; ``None`` makes
-            priority absolute, so that better priorities can delay worse ones without bound.
-        look_ahead: how many waiting sequences that do not fit may be passed over in one step.
-        max_overtakes: how often a waiting sequence may be overtaken; after that, nothing overtakes it.
+        host: blocks to swap to; ``None`` is none.
         speculation: adds guessed tokens to steps; ``None`` adds none.
         clock: monotonic seconds; stamps requests without an ``arrival``.
-        check_invariants: verify pool, index and state after each call (slow; for tests).
+
+    Raises:
+        ConfigError: the model's limits are not those of the pool.
     """
 
     def __init__(
         self,
         pool: BlockPool,
         index: PrefixIndex,
-        *,
-        max_num_seqs: int,
-        token_budget: int,
-        lone_budget: int | None = None,
-        prefix_caching: bool,
-        eos_token_ids: Collection[int],
-        model_key: tuple[object, ...],
-        limits: ModelLimits,
         recovery: RecoveryPolicy,
+        model: ModelTraits,
+        config: SchedulerConfig,
+        *,
         host: HostPool | None = None,
-        priority_aging: float | None = None,
-        look_ahead: int = 8,
-        max_overtakes: int = 32,
         speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
-        check_invariants: bool = False,
     ) -> None:
-        for name, value in (("max_num_seqs", max_num_seqs), ("token_budget", token_budget)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value} but must be at least 1")
+        limits = model.limits
         if (limits.num_blocks, limits.block_size) != (pool.num_blocks, pool.block_size):
             raise ConfigError(
                 f"limits name {limits.num_blocks} blocks of {limits.block_size} tokens but the pool has "
                 f"{pool.num_blocks} of {pool.block_size}"
             )
-        self.state = SchedulerState(
-            pool,
-            index,
-            HostPool(0) if host is None else host,
-            recovery,
-            max_num_seqs=min(max_num_seqs, token_budget),
-            token_budget=token_budget,
-            prefix_caching=prefix_caching,
-            look_ahead=look_ahead,
-            max_overtakes=max_overtakes,
-        )
-        self._lone_budget = token_budget if lone_budget is None else lone_budget
+        self.state = SchedulerState(pool, index, HostPool(0) if host is None else host, recovery, config)
+        self._lone_budget = config.token_budget if config.lone_budget is None else config.lone_budget
         self._workload = WorkloadStats(self.state.output_lengths)
         self._latency = LatencyStats(clock)
         self._outcomes = Outcomes(self.state, self._workload, self._latency)
@@ -115,10 +87,8 @@ class Scheduler:
             self.state,
             self._groups,
             self._workload,
-            eos_token_ids=eos_token_ids,
-            model_key=model_key,
-            limits=limits,
-            priority_aging=priority_aging,
+            model,
+            priority_aging=config.priority_aging,
             clock=clock,
         )
         self.speculation = speculation
@@ -126,7 +96,7 @@ class Scheduler:
         self._copied_blocks = 0
         self._finished = dict.fromkeys(FinishReason, 0)
         self._uncommitted: StepPlan | None = None
-        self._check_invariants = check_invariants
+        self._check_invariants = config.check_invariants
 
     def add(self, request: Request, seed: int = 0) -> None:
         """Queue a request whose random draws begin with ``seed``.

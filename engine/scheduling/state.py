@@ -18,6 +18,7 @@ from engine.scheduling.growth_reserve import GrowthReserve
 from engine.scheduling.prefill_shares import PrefillShares
 from engine.scheduling.recovery import RecoveryPolicy
 from engine.scheduling.recovery_tracker import RecoveryTracker
+from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.scheduling.sequence import RUNS, Order, Sequence, SequenceState, order_of
 from engine.scheduling.slot_ends import OutputLengths
 
@@ -49,21 +50,16 @@ class SchedulerState:
         index: PrefixIndex,
         host: HostPool,
         recovery: RecoveryPolicy,
-        *,
-        max_num_seqs: int,
-        token_budget: int,
-        prefix_caching: bool,
-        look_ahead: int,
-        max_overtakes: int,
+        config: SchedulerConfig,
     ) -> None:
         self.pool = pool
         self.index = index
         self.host = host
-        self.max_num_seqs = max_num_seqs
-        self.token_budget = token_budget
-        self.prefix_caching = prefix_caching
-        self.look_ahead = look_ahead
-        self.max_overtakes = max_overtakes
+        self.max_num_seqs = min(config.max_num_seqs, config.token_budget)
+        self.token_budget = config.token_budget
+        self.prefix_caching = config.prefix_caching
+        self.look_ahead = config.look_ahead
+        self.max_overtakes = config.max_overtakes
         self.block_tables = BlockTables(pool, index)
         self.reserve = GrowthReserve(pool)
         self.fair = FairQueue()

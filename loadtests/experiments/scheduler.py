@@ -18,6 +18,7 @@ from engine.request import ModelLimits, Request
 from engine.sampling_params import SamplingParams
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_config import ModelTraits, SchedulerConfig
 from loadtests.report import Figure, finish, most, parse
 from loadtests.stats import mean, median
 
@@ -43,13 +44,12 @@ class Bench:
         self.scheduler = Scheduler(
             self.pool,
             PrefixIndex(self.pool),
-            max_num_seqs=2 * RUNNING,  # a queue waits for blocks, not for sequence slots
-            token_budget=8_192,
-            prefix_caching=True,
-            eos_token_ids=(2,),
-            model_key=("model", "bfloat16"),
-            limits=ModelLimits(VOCABULARY[-1] + 1, 1 << 20, num_blocks, BLOCK_SIZE),
-            recovery=RecoveryPolicy(RecoveryMode.RECOMPUTE, BLOCK_SIZE, Rates()),
+            RecoveryPolicy(RecoveryMode.RECOMPUTE, BLOCK_SIZE, Rates()),
+            ModelTraits(
+                ModelLimits(VOCABULARY[-1] + 1, 1 << 20, num_blocks, BLOCK_SIZE), ("model", "bfloat16"), (2,)
+            ),
+            # A queue waits for blocks, not for sequence slots.
+            SchedulerConfig(max_num_seqs=2 * RUNNING, token_budget=8_192),
         )
         while self.pool.num_free:
             self._add(self._text(BLOCK_SIZE * min(self.pool.num_free, 256)), 1)

@@ -17,6 +17,7 @@ from engine.scheduling.candidates import Candidates
 from engine.scheduling.load_report import EngineLoad, LoadReporter
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_config import ModelTraits, SchedulerConfig
 from engine.scheduling.step import StepPlan, StepTiming
 
 VOCABULARY = 2**62
@@ -90,13 +91,11 @@ class SimulatedReplica:
         self.scheduler = Scheduler(
             self.pool,
             self.index,
-            max_num_seqs=config.max_num_seqs,
-            token_budget=config.token_budget,
-            prefix_caching=True,
-            eos_token_ids=(),
-            model_key=(_REVISION, _DTYPE, size),
-            limits=ModelLimits(VOCABULARY, config.max_length, config.num_blocks, size),
-            recovery=self.policy,
+            self.policy,
+            ModelTraits(
+                ModelLimits(VOCABULARY, config.max_length, config.num_blocks, size), (_REVISION, _DTYPE, size)
+            ),
+            SchedulerConfig(max_num_seqs=config.max_num_seqs, token_budget=config.token_budget),
             host=HostPool(config.host_blocks),
         )
         prefill_rate = 1 / cost.prefill_token if cost.prefill_token else 0.0

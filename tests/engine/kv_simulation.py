@@ -18,6 +18,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.candidates import Candidates, Outcome
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_config import ModelTraits, SchedulerConfig
 from engine.scheduling.sequence import ScheduledChunk, Sequence
 from engine.scheduling.speculation import Speculation
 from engine.scheduling.step import StepPlan, StepTiming
@@ -54,21 +55,21 @@ def make_scheduler(
     return Scheduler(
         pool,
         PrefixIndex(pool, hash_tokens, window),
-        max_num_seqs=max_num_seqs,
-        token_budget=token_budget,
-        lone_budget=lone_budget,
-        prefix_caching=prefix_caching,
-        eos_token_ids=(EOS,),
-        model_key=("model", "float32"),
-        limits=ModelLimits(VOCAB, max_model_len, num_blocks, block_size),
-        recovery=RecoveryPolicy(RecoveryMode(recovery), block_size, Rates(1000.0, 250.0, 250.0)),
+        RecoveryPolicy(RecoveryMode(recovery), block_size, Rates(1000.0, 250.0, 250.0)),
+        ModelTraits(ModelLimits(VOCAB, max_model_len, num_blocks, block_size), ("model", "float32"), (EOS,)),
+        SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            token_budget=token_budget,
+            lone_budget=lone_budget,
+            prefix_caching=prefix_caching,
+            priority_aging=priority_aging,
+            look_ahead=look_ahead,
+            max_overtakes=max_overtakes,
+            check_invariants=check_invariants,
+        ),
         host=HostPool(host_blocks),
-        priority_aging=priority_aging,
-        look_ahead=look_ahead,
-        max_overtakes=max_overtakes,
         speculation=speculation,
         clock=clock,
-        check_invariants=check_invariants,
     )
 
 

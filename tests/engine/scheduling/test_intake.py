@@ -12,6 +12,7 @@ from engine.kv.prefix_index import PrefixIndex
 from engine.request import ModelLimits
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_config import ModelTraits, SchedulerConfig
 
 
 def test_what_can_never_run_is_refused_on_arrival() -> None:
@@ -55,13 +56,9 @@ def test_requests_without_arrival_are_stamped() -> None:
     scheduler = Scheduler(
         pool,
         PrefixIndex(pool),
-        max_num_seqs=1,
-        token_budget=4,
-        prefix_caching=True,
-        eos_token_ids=(),
-        model_key=(),
-        limits=ModelLimits(50, 100, 4, 4),
-        recovery=RecoveryPolicy(RecoveryMode.RECOMPUTE, 4, Rates()),
+        RecoveryPolicy(RecoveryMode.RECOMPUTE, 4, Rates()),
+        ModelTraits(ModelLimits(50, 100, 4, 4)),
+        SchedulerConfig(max_num_seqs=1, token_budget=4),
         clock=lambda: next(times),
     )
     stamped = add(scheduler, make_request("a", [1], arrival=0.0))

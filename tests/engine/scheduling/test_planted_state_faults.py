@@ -13,6 +13,7 @@ from engine.kv.host_pool import HostPool
 from engine.kv.prefix_index import PrefixIndex
 from engine.scheduling.candidates import Candidates
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
+from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.state import SchedulerState
 
@@ -31,11 +32,7 @@ class Sequences:
             PrefixIndex(self.pool),
             self.host,
             RecoveryPolicy(RecoveryMode.RECOMPUTE, 2, Rates()),
-            max_num_seqs=8,
-            token_budget=8,
-            prefix_caching=True,
-            look_ahead=8,
-            max_overtakes=32,
+            SchedulerConfig(max_num_seqs=8, token_budget=8),
         )
         self.first = self.run("a", 6, computed=2)
         self.first.writable = 6

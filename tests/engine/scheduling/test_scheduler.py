@@ -12,6 +12,7 @@ from engine.kv.prefix_index import PrefixIndex
 from engine.request import FinishReason, ModelLimits
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_config import ModelTraits, SchedulerConfig
 from engine.scheduling.sequence import SequenceState
 
 
@@ -142,13 +143,9 @@ def test_options_are_checked() -> None:
         Scheduler(
             pool,
             PrefixIndex(pool),
-            max_num_seqs=1,
-            token_budget=1,
-            prefix_caching=True,
-            eos_token_ids=(),
-            model_key=(),
-            limits=ModelLimits(50, 100, 8, 4),
-            recovery=RecoveryPolicy(RecoveryMode.RECOMPUTE, 4, Rates()),
+            RecoveryPolicy(RecoveryMode.RECOMPUTE, 4, Rates()),
+            ModelTraits(ModelLimits(50, 100, 8, 4)),
+            SchedulerConfig(max_num_seqs=1, token_budget=1),
         )
 
 
