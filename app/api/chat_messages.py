@@ -26,8 +26,22 @@ _OF_ROLE = {"assistant": OUTPUT_ONLY | {"tool_calls"}, "tool": frozenset({"tool_
 
 _MAY_BE_EMPTY = ("assistant", "tool")
 
-TEXT_PART = {"text": ("text", "cache_control", "citations", "prompt_cache_breakpoint")}
-"""The type of a part that is text, with the field that has it, and further ones, which have no effect."""
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A part of a message that is text: the field that has it, and those that have no effect."""
+
+    field: str
+    unused: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All but ``type``."""
+        return (self.field, *self.unused)
+
+
+TEXT_PARTS = {"text": TextPart("text", ("cache_control", "citations", "prompt_cache_breakpoint"))}
+"""The parts that the content of a message may have, by their types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +110,12 @@ def listed(given: object, name: str, must_be: str = "a list of at least 1") -> l
 
 
 def joined_text(
-    content: object, name: str, kinds: Mapping[str, tuple[str, ...]] = TEXT_PART, *, param: str | None = None
+    content: object, name: str, kinds: Mapping[str, TextPart] = TEXT_PARTS, *, param: str | None = None
 ) -> str:
     """Content as text: a string, or parts of ``kinds``, joined by newlines.
 
     Args:
-        kinds: the types that a part may have, each with the field that has its text, and further ones.
+        kinds: what a part may be, by its type.
         param: the field to blame, if it is not the part.
 
     Raises:
@@ -112,9 +126,10 @@ def joined_text(
     if not isinstance(content, list):
         raise wrong(name, content, "a string or a list of text parts", param)
     texts: list[str] = []
+    fields = {kind: part.fields for kind, part in kinds.items()}
     for i, part in enumerate(content):
-        found = one_of(part, f"{name}[{i}]", kinds)
-        key = kinds[found["type"]][0]
+        found = one_of(part, f"{name}[{i}]", fields)
+        key = kinds[found["type"]].field
         texts.append(text(found.get(key), f"{name}[{i}].{key}", param))
     return "\n".join(texts)
 

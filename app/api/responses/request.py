@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from app.api.chat_messages import joined_text, listed
+from app.api.chat_messages import TextPart, joined_text, listed
 from app.api.errors import show
 from app.api.json_fields import boolean, check_names, integer, known_fields, one_of, only_known, text, wrong
 from app.api.openai_types import ChatRequest, GenerationOptions
@@ -55,14 +55,14 @@ NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "res
 """Fields of this route by those of the chat route that they become."""
 
 _PARTS = {
-    "input_text": ("text", "prompt_cache_breakpoint"),
-    "output_text": ("text", "annotations", "logprobs"),
-    "text": ("text",),
-    "refusal": ("refusal",),
+    "input_text": TextPart("text", ("prompt_cache_breakpoint",)),
+    "output_text": TextPart("text", ("annotations", "logprobs")),
+    "text": TextPart("text"),
+    "refusal": TextPart("refusal"),
 }
-"""The types of parts that are text, with the field that has it, and further ones, which have no effect."""
+"""The parts that the content of a message may have, by their types."""
 
-_REASONING_PART = {"reasoning_text": ("text",)}
+_REASONING_PARTS = {"reasoning_text": TextPart("text")}
 
 # The fields of objects, by type where there are several; those that are not read have no effect.
 _ITEMS = {
@@ -224,7 +224,7 @@ def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add_reasoning(messages: list[dict[str, Any]], item: dict[str, Any], name: str) -> None:
-    thoughts = joined_text(item.get("content") or [], f"{name}.content", _REASONING_PART, param="input")
+    thoughts = joined_text(item.get("content") or [], f"{name}.content", _REASONING_PARTS, param="input")
     if thoughts:
         messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
 
