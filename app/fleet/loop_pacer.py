@@ -36,10 +36,6 @@ class LoopPacer:
         queue = self._waiting.get(client)
         return max(self._clock() - queue[0][0], 0.0) if queue else 0.0
 
-    def wake(self, future: asyncio.Future[None], client: str = "") -> None:
-        """Give ``future``, which is waited for, its result when its turn has come."""
-        self.call(partial(_wake, future), future.get_loop(), client)
-
     def call(self, resume: Callable[[], bool], loop: asyncio.AbstractEventLoop, client: str = "") -> None:
         """Call ``resume`` on ``loop`` when its turn has come.
 
@@ -58,7 +54,7 @@ class LoopPacer:
             self._take(loop)
             return
         turn: asyncio.Future[None] = loop.create_future()
-        self.wake(turn, client)
+        self.call(partial(_grant, turn), loop, client)
         await turn
 
     def _take(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -85,8 +81,8 @@ class LoopPacer:
                 self._take(loop)
 
 
-def _wake(future: asyncio.Future[None]) -> bool:
-    if future.done():  # its waiter has left
+def _grant(turn: asyncio.Future[None]) -> bool:
+    if turn.done():  # its waiter has left
         return False
-    future.set_result(None)
+    turn.set_result(None)
     return True

@@ -185,7 +185,7 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/loop_pacer.py",
-        "    if future.done():",
+        "    if turn.done():",
         "    if False:",
         _PACER,
         "a client that leaves before its request begins stops all that come later",

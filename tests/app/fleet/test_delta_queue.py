@@ -158,8 +158,9 @@ def test_the_reader_raises_the_errors_of_what_takes_for_it() -> None:
         reading = asyncio.ensure_future(queue.get())
         await asyncio.sleep(0)
         queue.put(delta(0, 1))
-        other: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        pacer.wake(other)
+        loop = asyncio.get_running_loop()
+        other: asyncio.Future[None] = loop.create_future()
+        pacer.call(lambda: other.set_result(None) is None, loop)
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(reading, 1.0)
         await asyncio.wait_for(other, 1.0)
@@ -176,8 +177,9 @@ def test_nothing_is_taken_for_a_reader_that_has_left() -> None:
         await asyncio.sleep(0)
         queue.put(delta(0, 1))
         reading.cancel()
-        last: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        pacer.wake(last)
+        loop = asyncio.get_running_loop()
+        last: asyncio.Future[None] = loop.create_future()
+        pacer.call(lambda: last.set_result(None) is None, loop)
         await asyncio.wait_for(last, 1.0)
         assert taken == []
 

@@ -15,11 +15,10 @@ from app.fleet.loop_pacer import LoopPacer
 def test_a_few_go_on_in_each_turn_in_their_order() -> None:
     async def test() -> None:
         now = 5.0
+        loop = asyncio.get_running_loop()
         pacer, woken = LoopPacer(3, lambda: now), []
-        futures = [asyncio.get_running_loop().create_future() for _ in range(8)]
-        for index, future in enumerate(futures):
-            future.add_done_callback(lambda _, index=index: woken.append(index))
-            pacer.wake(future)
+        for index in range(8):
+            pacer.call(lambda index=index: woken.append(index) is None, loop)
             now += 1.0
         assert pacer.lag_s == 8.0
         seen = []
@@ -29,8 +28,8 @@ def test_a_few_go_on_in_each_turn_in_their_order() -> None:
         assert woken == list(range(8))
         assert [count for count in seen if count] == [3, 6, 8]
         assert pacer.lag_s == 0.0
-        again: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        pacer.wake(again)
+        again: asyncio.Future[None] = loop.create_future()
+        pacer.call(lambda: again.set_result(None) is None, loop)
         await asyncio.wait_for(again, 1.0)
 
     asyncio.run(test())
@@ -48,7 +47,7 @@ def test_one_that_raises_keeps_no_other_from_its_turn() -> None:
             raise fault
 
         pacer.call(fail, loop)
-        pacer.wake(last)
+        pacer.call(lambda: last.set_result(None) is None, loop)
         await asyncio.wait_for(last, 10.0)
         assert told == [fault]
 
@@ -90,9 +89,7 @@ def test_the_loop_may_have_several_turns_for_others_between_two() -> None:
     async def test() -> None:
         pacer, passed = LoopPacer(1, every=4), []
         for index in range(3):
-            future = asyncio.get_running_loop().create_future()
-            future.add_done_callback(lambda _, index=index: passed.append(index))
-            pacer.wake(future)
+            pacer.call(lambda index=index: passed.append(index) is None, asyncio.get_running_loop())
         seen = []
         while len(passed) < 3:
             await asyncio.sleep(0)
@@ -122,8 +119,9 @@ def test_whoever_leaves_takes_no_turn() -> None:
 def test_the_turn_of_the_last_one_who_waited_is_not_free() -> None:
     async def test() -> None:
         pacer = LoopPacer(1)
-        last: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        pacer.wake(last)
+        loop = asyncio.get_running_loop()
+        last: asyncio.Future[None] = loop.create_future()
+        pacer.call(lambda: last.set_result(None) is None, loop)
         await last
         newcomer = pacer.enter("a")
         newcomer.send(None)  # it waits, or this would raise
