@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 
-from engine.scheduling.fair_queue import Account
+from engine.scheduling.fair_queue import OUTPUT_WEIGHT, Account
+from engine.scheduling.prefill_shares import charge
 from engine.scheduling.sequence import RUNS, Sequence
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepPlan
@@ -19,11 +20,11 @@ _SEARCHED = 32  # waiting sequences among which clients are looked for
 def begin_prefills(state: SchedulerState, budget: int, prefilling: int) -> None:
     """Begin a step's prefills: ``budget`` tokens, wanted by this many running sequences."""
     contended = prefilling + len(state.waiting) > 1
-    state.shares.begin(budget, contended, _quotas(state) if contended and state.fair.shared else {})
+    state.shares.begin(budget, contended, _quotas(state, budget) if contended and state.fair.shared else {})
 
 
 def lengthen_held_back(
-    state: SchedulerState, plan: StepPlan, held_back: list[Sequence], quotas: dict[Account, int] | None = None
+    state: SchedulerState, plan: StepPlan, held_back: list[Sequence], quotas: dict[Account, float] | None = None
 ) -> None:
     """Give tokens that are left to running sequences that were held back, in this order.
 
@@ -34,7 +35,7 @@ def lengthen_held_back(
     chunks = {chunk.sequence: chunk for chunk in prefills}
     for sequence in held_back:
         account = sequence.ticket.account
-        more = plan.budget_left if quotas is None else min(plan.budget_left, quotas.get(account, 0))
+        more = plan.budget_left if quotas is None else min(plan.budget_left, int(quotas.get(account, 0)))
         if more <= 0 or sequence.state not in RUNS:  # preempted since
             continue
         chunk = chunks.get(sequence)
@@ -48,13 +49,15 @@ def lengthen_held_back(
         else:
             plan.lengthen(chunk, covered)
         if quotas is not None:
-            quotas[account] -= covered - begun
+            charge(quotas, sequence, covered - begun, covered == sequence.remaining)
 
 
-def _quotas(state: SchedulerState) -> dict[Account, int]:
-    """Prefill tokens for each client that wants some: an equal part of the step, less what it decodes.
+def _quotas(state: SchedulerState, budget: int) -> dict[Account, float]:
+    """Work for each client that wants prefill tokens, of which there are ``budget``.
 
-    Only clients with the best priority get a quota; others get what is left. Empty if there is one client.
+    That is an equal part of the step's work, less what the client decodes. Work is that of the fair queue: in
+    tokens, clients whose requests generate much for their prompts would get more. Only clients with the best
+    priority get a quota; others get what is left. Empty if there is one client.
     """
     running = state.running
     wanting = [sequence for sequence in running if sequence.remaining > 1]
@@ -63,6 +66,7 @@ def _quotas(state: SchedulerState) -> dict[Account, int]:
     accounts = {sequence.ticket.account for sequence in wanting if sequence.order[0] == best}
     if len(accounts) < 2:
         return {}
-    part = max(state.token_budget // min(len(accounts), MAX_SHARERS), 1)
     decodes = Counter(sequence.ticket.account for sequence in running if sequence.remaining == 1)
-    return {account: max(part - decodes[account], 0) for account in accounts}
+    work = budget + OUTPUT_WEIGHT * sum(decodes[account] for account in accounts)
+    part = max(work / min(len(accounts), MAX_SHARERS), 1.0)
+    return {account: max(part - OUTPUT_WEIGHT * decodes[account], 0.0) for account in accounts}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from engine.scheduling.fair_queue import Account
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.fair_queue import OUTPUT_WEIGHT, Account
+from engine.scheduling.sequence import Order, Sequence
 
 SHORT_SHARE = 0.1
 """Share of the prefill tokens that short prompts may take from longer ones before them, in the long run."""
@@ -21,7 +21,8 @@ class PrefillShares:
 
     - Some are *reserved* for short prompts: those that need no more than this reserve. The reserve grows by
       ``SHORT_SHARE`` of all prefill tokens, up to a quarter of a step.
-    - An account in ``quotas`` gets no more than its quota.
+    - An account in ``quotas`` gets no more work than its quota. First those of its sequences get it that were
+      held back.
     - If a sequence got less than it wanted, sequences with a worse priority get nothing.
 
     Tokens that are left under these rules go to sequences in order: see ``lengthen_held_back`` in
@@ -32,7 +33,8 @@ class PrefillShares:
         self.begun = False
         self.held_back: list[Sequence] = []  # running ones that got less than they wanted
         self.limited = False  # whether any got less than it wanted
-        self.quotas: dict[Account, int] = {}  # tokens left for each client
+        self.quotas: dict[Account, float] = {}  # work left for each client, in prompt tokens
+        self._first_held: dict[Account, Order] = {}  # of those that gave way to waiting ones
         self._saved = math.inf  # tokens for short prompts
         self._budget = 0
         self._ordered = 0  # left, to go by the order
@@ -45,8 +47,9 @@ class PrefillShares:
             self._saved += SHORT_SHARE * self._budget
         self.begun = self.limited = False
         self.held_back = []
+        self._first_held = {}
 
-    def begin(self, budget: int, contended: bool, quotas: dict[Account, int]) -> None:
+    def begin(self, budget: int, contended: bool, quotas: dict[Account, float]) -> None:
         """The step has ``budget`` tokens for prefills; ``contended``: two or more sequences want some."""
         self.begun = True
         self._budget = self._ordered = budget
@@ -61,6 +64,7 @@ class PrefillShares:
     def lift(self, tokens: int) -> None:
         """Give the rest of the step's tokens to sequences in order from now on."""
         self._ordered, self._kept, self.quotas = tokens, 0, {}
+        self._first_held = {}
         self._worst = math.inf
 
     def allowed(self, sequence: Sequence, wanted: int) -> int:
@@ -82,9 +86,7 @@ class PrefillShares:
             self._kept -= length
             self._saved -= length
         if self.quotas:
-            account = sequence.ticket.account
-            if account in self.quotas:
-                self.quotas[account] -= length
+            charge(self.quotas, sequence, length, length == wanted)
         if length < wanted:
             self.held_back.append(sequence)
 
@@ -92,11 +94,34 @@ class PrefillShares:
         """Make a running sequence give way to waiting ones that come before it."""
         self.limited = True
         self.held_back.append(sequence)
+        self._first_held.setdefault(sequence.ticket.account, sequence.order)
 
     def _by_order(self, sequence: Sequence, wanted: int) -> int:
         if sequence.order[0] > self._worst:
             return 0
+        if self._first_held:
+            # What is its client's share goes to those that were held back before it: otherwise ever more would
+            # begin, and hold blocks, before any of them ends.
+            held = self._first_held.get(sequence.ticket.account)
+            if held is not None and held < sequence.order:
+                return 0
         length = wanted if wanted < self._ordered else self._ordered
         if self.quotas:
-            length = max(min(length, self.quotas.get(sequence.ticket.account, length)), 0)
+            length = max(min(length, int(self.quotas.get(sequence.ticket.account, length))), 0)
         return length
+
+
+def charge(quotas: dict[Account, float], sequence: Sequence, tokens: int, complete: bool) -> None:
+    """Take the work of computing ``tokens`` of a prompt from its client's quota, if it has one.
+
+    ``complete``: these are its last ones, so that the sequence and those forked from it generate their first.
+    The fair queue counts the same (``engine/scheduling/fair_queue.py``).
+    """
+    account = sequence.ticket.account
+    if account not in quotas:
+        return
+    work = float(tokens)
+    if complete and len(sequence.token_ids) < sequence.max_total_tokens:
+        group = sequence.group
+        work += OUTPUT_WEIGHT * (1 if group is None or group.forked else sequence.params.width)
+    quotas[account] -= work

@@ -348,7 +348,7 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/prefill.py",
-        "    return {account: max(part - decodes[account], 0) for account in accounts}",
+        "    return {account: max(part - OUTPUT_WEIGHT * decodes[account], 0.0) for account in accounts}",
         "    return {}",
         _FAIR,
         "clients do not share a step's prefill tokens",
@@ -579,17 +579,31 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/prefill.py",
-        "max(part - decodes[account], 0)",
+        "max(part - OUTPUT_WEIGHT * decodes[account], 0.0)",
         "part",
         _FAIR,
         "what a client decodes does not count for its part of a step",
     ),
     Fault(
         "engine/scheduling/prefill.py",
-        "            quotas[account] -= covered - begun\n",
+        "            charge(quotas, sequence, covered - begun, covered == sequence.remaining)\n",
         "            pass\n",
         _FAIR,
         "a client with several running prompts gets its quota for each of them",
+    ),
+    Fault(
+        "engine/scheduling/prefill_shares.py",
+        "    if complete and len(",
+        "    if not tokens and len(",
+        _FAIR,
+        "a prompt's first tokens do not count for its client's part of a step",
+    ),
+    Fault(
+        "engine/scheduling/prefill_shares.py",
+        "if held is not None and held < sequence.order:",
+        "if held is not None and held is None:",
+        _FAIR,
+        "prompts begin while earlier ones of their client are held back",
     ),
     Fault(
         "engine/scheduling/prefill_shares.py",

@@ -380,7 +380,7 @@ def test_clients_that_always_wait_get_equal_work_and_one_that_comes_and_goes_no_
 ) -> None:
     """Whatever the number of slots and clients and the sizes of requests."""
     sizes = {
-        client: (data.draw(st.sampled_from([60, 400, 1500])), data.draw(st.sampled_from([1, 8, 60])))
+        client: (data.draw(st.sampled_from([16, 60, 400, 1500])), data.draw(st.sampled_from([1, 8, 60])))
         for client in ["a", "b", "c", "d", "e"][: data.draw(st.integers(2, 5))]
     }
     check_shares(
@@ -414,6 +414,50 @@ def test_a_client_that_lacks_tokens_in_a_step_loses_no_slot_to_those_behind_it()
 
 def test_a_client_of_short_prompts_gets_its_part_of_the_tokens_that_another_leaves() -> None:
     check_shares(12, {"a": (400, 1), "b": (60, 1)}, 5, at_once=2, pause=3, num_steps=400)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "widths"),
+    [
+        ({"a": (16, 1), "b": (400, 1)}, {}),
+        ({"a": (60, 60), "b": (400, 1)}, {}),
+        ({"a": (16, 1), "b": (400, 1), "c": (60, 1)}, {}),
+        ({"a": (60, 1), "b": (400, 1)}, {"a": 8}),
+        ({"a": (130, 1), "b": (1500, 8)}, {"a": 16}),
+    ],
+)
+def test_generated_tokens_count_in_a_steps_shares_as_in_the_fair_queue(
+    sizes: dict[str, Size], widths: dict[str, int]
+) -> None:
+    """Short prompts, outputs and groups get as much work out of each step's prefills as long prompts."""
+    check_shares(64, sizes, 5, widths=widths, num_steps=800)
+
+
+def test_a_quota_is_work_as_in_the_fair_queue() -> None:
+    """A part of a step's: prompt tokens, and twice the generated ones."""
+    steps = Steps(large_scheduler())
+    for number in range(4):
+        steps.add(make_request(f"a-{number}", prompt(64, number), client="a", n=4))
+    steps.add(make_request("b", prompt(6_000, "b"), client="b"))
+    assert steps.step() == {"a-0": 64, "a-1": 64, "b": 128}  # a-1 is short enough for the reserved tokens
+    # Eight sequences decode, which leaves 248 tokens: half of the work is 132. Those are 16 of client a's work,
+    # and a-2 with its first four tokens 72. Client b gets 132, and what nobody has a quota for.
+    assert steps.step() == {"a-0": 1, "a-1": 1, "a-2": 64, "a-3": 44, "b": 132 + 8}
+
+
+def test_no_more_prompts_of_a_client_begin_while_one_that_has_begun_is_held_back() -> None:
+    """Each would hold blocks, and none of them end."""
+    steps = Steps(large_scheduler())
+    made = 0
+    for _ in range(100):
+        for _ in range(20 - sum(each.request_id[0] == "a" for each in steps.scheduler.state.waiting)):
+            steps.add(make_request(f"a-{made}", prompt(16, made), 1, client="a", ignore_eos=True))
+            made += 1
+        for _ in range(5 - sum(each.request_id[0] == "b" for each in steps.scheduler.state.waiting)):
+            steps.add(make_request(f"b-{made}", prompt(400, made), 1, client="b", ignore_eos=True))
+            made += 1
+        steps.step()
+        assert sum(each.request_id[0] == "b" for each in steps.scheduler.state.running) <= 2
 
 
 def enter(queue: FairQueue, client: str, work: float, next_start: float) -> Ticket:
