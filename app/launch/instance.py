@@ -21,12 +21,17 @@ from app.config import CACHE_SECRET
 from app.launch import haproxy, serving
 from app.launch.port_block import PortBlock
 from engine.errors import ConfigError
+from engine.sizes import format_bytes
 
 GRPC_PORTS, INGRESS_PORTS = 10, 150
 """Serve keeps the port of an ingress for an hour after its end, so there are more ports than ingresses."""
 
 # Not in TMPDIR: sockets are here. Their paths may have at most 97 characters, of which Serve adds 80.
 PLACE, PREFIX = Path("/tmp"), "quire-"
+ROOM = 8 * 2**20
+"""Bytes that must be free in ``PLACE``. Ray starts with 0.3 MiB there, or 1.9 MiB with its dashboard; its logs
+grow by a line for each request. Without room, Ray and Serve print pages of errors and start nothing."""
+
 OWNER = "owner.lock"
 """A file in the folder, locked for as long as the process lives that made it."""
 
@@ -48,14 +53,15 @@ class Instance:
         """Without a ``name``, a random one is chosen.
 
         Raises:
-            ConfigError: this host has no free ports, or its ``PLACE`` takes no files.
+            ConfigError: this host has no free ports, or its ``PLACE`` takes no files or has no ``ROOM``.
         """
         self.name = name or secrets.token_hex(4)
         self.ports = PortBlock()
         self._secret = secrets.token_hex(32)
         self._owner: int | None = None
         try:
-            remove_orphans()
+            remove_orphans(PLACE)
+            _check_room()
             self.folder, self._owner = _make_folder()
             try:
                 self.stats_port = self.ports.take()
@@ -63,6 +69,9 @@ class Instance:
             except (OSError, ConfigError):
                 self.remove()
                 raise
+        except ConfigError:
+            self.ports.release()
+            raise
         except OSError as error:
             self.ports.release()
             raise ConfigError(
@@ -153,7 +162,7 @@ class Instance:
         return {haproxy.BINARY: str(script)}
 
 
-def remove_orphans(place: Path = PLACE) -> list[Path]:
+def remove_orphans(place: Path) -> list[Path]:
     """Delete this user's folders whose server was killed before it could; returns them."""
     orphans = []
     for folder in place.glob(f"{PREFIX}*"):
@@ -183,6 +192,16 @@ def remove_orphans(place: Path = PLACE) -> list[Path]:
         finally:
             os.close(lock)
     return orphans
+
+
+def _check_room() -> None:
+    free = shutil.disk_usage(PLACE).free
+    if free < ROOM:
+        raise ConfigError(
+            f"{PLACE} has {format_bytes(free)} free, but Ray's sockets and logs need {format_bytes(ROOM)} "
+            f"there; delete files, or mount a larger file system as {PLACE} (no option moves them, because "
+            "paths of sockets must be short)"
+        )
 
 
 def _open_lock(folder: Path) -> int | None:

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.serve._private import constants
 
-from app.launch.instance import KEPT, OWNER, Instance, _open_lock, remove_orphans
+from app.launch.instance import KEPT, OWNER, ROOM, Instance, _open_lock, remove_orphans
 from engine.errors import ConfigError
 
 NODE = "f" * 56
@@ -188,3 +189,32 @@ def test_a_place_that_is_full_is_one_line_and_leaves_nothing(
         Instance()
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_room_is_one_line_that_says_how_much_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray starts in less than half of it, with its dashboard too; in 200 KiB it prints pages of errors."""
+    free, orphan = 200 * 2**10, tmp_path / "quire-abcd_123"
+    seen = []
+
+    def disk_usage(place: Path) -> Any:
+        seen.append((place, orphan.exists()))
+        return SimpleNamespace(free=free)
+
+    orphan.mkdir()
+    monkeypatch.setattr("app.launch.instance.PLACE", tmp_path)
+    monkeypatch.setattr("app.launch.instance.shutil.disk_usage", disk_usage)
+    with pytest.raises(ConfigError) as refused:
+        Instance()
+    assert str(refused.value) == (
+        f"{tmp_path} has 200 KiB free, but Ray's sockets and logs need 8 MiB there; delete files, or mount a "
+        f"larger file system as {tmp_path} (no option moves them, because paths of sockets must be short)"
+    )
+    assert seen == [(tmp_path, False)], "what a killed server left is deleted first"
+    assert list(tmp_path.iterdir()) == []
+    free = ROOM - 1
+    with pytest.raises(ConfigError):
+        Instance()
+    free = ROOM
+    Instance().remove()
