@@ -116,9 +116,10 @@ def _keep(path: Path, text: str) -> None:
     """Write the file whole or not at all; without room or permission the next process reads the folder, too."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            whole = Path(scratch) / path.name
+            whole.write_text(text, encoding="utf-8")
+            whole.replace(path)
     except OSError as error:
         logger.warning("the tokenizer cannot be cached, so each start takes seconds longer: %s", error)
 

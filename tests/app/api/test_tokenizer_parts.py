@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -94,6 +95,19 @@ def test_without_a_place_to_keep_it_the_tokenizer_is_read_all_the_same(
     good = json.dumps({"backend": "{}", "chat_template": None, "special_tokens": {}})
     monkeypatch.setattr(tokenizer_parts, "_read_apart", lambda folder: good)
     assert TokenizerParts.read(model).backend == "{}"
+
+
+def test_a_copy_that_is_cut_short_leaves_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was left of each try would take the rest of a disk that is nearly full."""
+    long = json.dumps({"backend": "x" * 2**20, "chat_template": None, "special_tokens": {}})
+    monkeypatch.setattr(tokenizer_parts, "_read_apart", lambda folder: long)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, before[1]))  # Python ignores the signal
+    try:
+        assert len(TokenizerParts.read(model).backend) == 2**20
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tokenizer_parts.cache_root() / "tokenizers").iterdir()) == []
 
 
 def test_a_broken_tokenizer_is_one_line(model: Path, tmp_path: Path) -> None:
