@@ -7,6 +7,9 @@ import logging
 import os
 import sys
 import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -14,6 +17,8 @@ LogFormat = Literal["text", "json"]
 
 LOGGERS = ("app", "engine", "kernels")
 """The roots of Quire's own loggers; those of libraries stay as they are."""
+
+_ROOT = Path(__file__).resolve().parents[1]
 
 FIELDS = "fields"
 """``logger.info(message, extra={FIELDS: {...}})`` adds named values to a record."""
@@ -62,6 +67,29 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False, default=str)
 
 
+class _Warnings:
+    """Makes records of the Python warnings that Quire's packages raise; Serve would hide them in a file."""
+
+    def __init__(self, others: Callable[..., None]) -> None:
+        self._others = others
+
+    def __call__(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        *where: Any,
+        **how: Any,
+    ) -> None:
+        path = Path(filename)
+        if path.is_relative_to(_ROOT) and path.relative_to(_ROOT).parts[0] in LOGGERS:
+            module = path.relative_to(_ROOT).with_suffix("")
+            logging.getLogger(".".join(module.parts)).warning("%s", message)
+        else:
+            self._others(message, category, filename, lineno, *where, **how)
+
+
 class _Handler(logging.StreamHandler[Any]):
     """Ours, so that a second :func:`configure` finds the handler of the first."""
 
@@ -78,7 +106,7 @@ def replica_name(deployment: str) -> str:
 
 
 def configure(level: LogLevel, log_format: LogFormat, process: str) -> None:
-    """Send Quire's records of ``level`` and above to stderr; a later call replaces an earlier one.
+    """Send Quire's warnings, and its records of ``level`` and above, to stderr; the latest call counts.
 
     Args:
         process: what this process is, such as ``engine:k3x8``; it is named in every line.
@@ -91,6 +119,8 @@ def configure(level: LogLevel, log_format: LogFormat, process: str) -> None:
             logger.removeHandler(old)
         logger.addHandler(handler)
         logger.setLevel(level)
+    if not isinstance(warnings.showwarning, _Warnings):
+        warnings.showwarning = _Warnings(warnings.showwarning)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from io import StringIO
 
@@ -13,6 +14,7 @@ import pytest
 from leftovers import loggers_restored
 
 from app import logs
+from kernels import cpu
 
 
 @pytest.fixture
@@ -53,6 +55,22 @@ def test_control_characters_of_a_message_are_escaped(output: StringIO) -> None:
     logging.getLogger("app").warning("unknown model %s", "a\nERROR forged\r\x1b[31m é")
     assert output.getvalue().count("\n") == 1
     assert r"a\nERROR forged\r\x1b[31m é" in output.getvalue()
+
+
+def test_warnings_of_quires_packages_are_records_and_others_are_not(output: StringIO) -> None:
+    """Serve replaces ``sys.stderr`` by a file, where nobody would see that the reference kernels run."""
+    others: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_, **__: others.append(str(message))
+        logs.configure("INFO", "text", "engine:1")
+        logs.configure("INFO", "text", "engine:1")
+        warnings.warn_explicit("Quire runs slowly\n", RuntimeWarning, cpu.__file__, 19)
+        warnings.warn_explicit("of a library", UserWarning, json.__file__, 1)
+    assert re.fullmatch(
+        r".* WARNING engine:1 kernels\.cpu\.__init__: Quire runs slowly\\n\n", output.getvalue()
+    )
+    assert others == ["of a library"]
 
 
 def test_json_has_one_object_per_record_with_its_traceback(output: StringIO) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,9 +25,11 @@ def loggers_restored() -> Iterator[None]:
     """Undo at the end what ``logs.configure`` does meanwhile."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
+    shows = warnings.showwarning
     try:
         yield
     finally:
+        warnings.showwarning = shows
         for logger, handlers, level in before:
             logger.handlers[:] = handlers
             logger.setLevel(level)
