@@ -159,8 +159,8 @@ class IngressOptions(Group):
     )
     max_wait_s: float | None = option(
         None,
-        "Return 429 once the expected wait, even with `max_replicas` engines, has stayed above this many "
-        "seconds for as many seconds. `auto`: `ttft_target_s` with `max_replicas` (but not with "
+        "Return 429 once the expected wait, even with `max_replicas` engines, has been above this many "
+        "seconds for that long. `auto`: `ttft_target_s` with `max_replicas` (but not with "
         "`scaling_shadow`), otherwise never",
         live=True,
         gt=0,
@@ -280,7 +280,7 @@ class ScalingOptions(Group):
     )
     engine_cpus: float | None = option(
         None,
-        "CPUs that one engine requests from Ray. `auto`: none to speak of; engines are spread over the nodes",
+        "CPUs that one engine requests from Ray. `auto`: almost none; engines are spread over the nodes",
         ge=0,
     )
     threads: int | None = option(

@@ -82,7 +82,8 @@ class EngineOptions:
     )
     max_num_seqs: int = option(
         256,
-        "Maximum number of sequences in one step; at most `token_budget`, or three quarters of a measured one",
+        "Maximum number of sequences in one step; at most `token_budget`, or three quarters of it if it was "
+        "measured",
         ge=1,
     )
     token_budget: int | None = option(
