@@ -111,6 +111,7 @@ class IngressModel:
             drain_timeout_s=options.service.drain_timeout_s,
             background=background,
             start_failure=partial(asyncio.to_thread, serve_status.start_failure, of.app_name, of.name),
+            serve_chooses=options.ingress.routing not in list(Policy),
         )
         self._victims: VictimFeed | None = None
         if options.scaling.scales:

@@ -17,6 +17,7 @@ from app import config, garbage, logs
 from app.background import Background
 from app.channel import wire
 from app.channel.channel_hub import ChannelHub
+from app.channel.channel_server import ChannelServer
 from app.channel.engine_attempt import request_of, run_attempt
 from app.channel.engine_calls import EngineCalls
 from app.channel.wire_sections import Figures
@@ -47,9 +48,9 @@ class EngineReplica(EngineCalls):
     """Owns the engine thread; everything else runs on this replica's event loop.
 
     The calls of an ingress: ``channel`` (one for each ingress process, for as long as it lives),
-    ``generate`` (one for each attempt, open until it ends, so that Serve's counting, draining and canceling
-    stay true), ``beat``, ``reset_prefix_cache`` and ``block_map``. ``target`` and ``meta`` are
-    read by the router, which leaves ``{"epoch": epoch}`` of ``meta``.
+    ``beat``, ``reset_prefix_cache`` and ``block_map``; and ``generate``, one for each attempt, open until it
+    ends, where attempts do not take the channel's connection. ``target`` and ``meta`` are read by the router,
+    which leaves ``{"epoch": epoch}`` of ``meta``.
     """
 
     async def __init__(self, model: ServedModel) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -67,6 +68,10 @@ class EngineReplica(EngineCalls):
         self._death: BaseException | None = None
         self._engine = engine = await asyncio.to_thread(self._start_engine)
         build = Build(version_of(options, "engine", type(self)), time.time())
+        self._server = ChannelServer(
+            lambda cid, epoch, payload: self.generate(cid, payload, meta={"epoch": epoch})
+        )
+        await self._listen()
         hello = wire.Hello.of(engine.limits, engine.key_scheme, engine.window, engine.identity, build)
         self._hub = ChannelHub(
             hello,
@@ -75,6 +80,7 @@ class EngineReplica(EngineCalls):
             load=self._engine.load(),
             figures=self._figures,
             end_sequence=self._engine.end_sequence,
+            server=self._server,
         )
         self._metrics = RayExport(Source.ENGINE)
         node = ray.get_runtime_context().get_node_id()
@@ -92,9 +98,11 @@ class EngineReplica(EngineCalls):
         logs.configure(*service.logging, logs.replica_name(self._model.deployment))
         self._watchdog.stuck_after_s = service.stuck_after_s
 
-    async def channel(self, cid: str, epoch: int, resumption: bytes, *, target: str) -> AsyncIterator[bytes]:
+    async def channel(
+        self, cid: str, epoch: int, resumption: bytes, connects: bool, *, target: str
+    ) -> AsyncIterator[bytes]:
         """Tokens of all requests of one ingress process; see ``ChannelHub.stream``."""
-        stream = self._hub.stream(cid, epoch, resumption)
+        stream = self._hub.stream(cid, epoch, resumption, connects)
         try:
             async for frame in stream:
                 yield frame
@@ -194,8 +202,21 @@ class EngineReplica(EngineCalls):
             self._watching.cancel()
         if hasattr(self, "_hub"):
             self._hub.close_all("the replica is stopping")
+        if hasattr(self, "_server"):
+            self._server.stop()
         if hasattr(self, "_engine"):
             self._engine.stop(timeout=5.0)
+
+    async def _listen(self) -> None:
+        """Accept the channels' connections, which are not encrypted: not where Ray encrypts its own."""
+        if os.environ.get("RAY_USE_TLS", "0") != "0":
+            logger.info("channels keep to Ray Serve's connections, which RAY_USE_TLS encrypts")
+            return
+        host = ray.util.get_node_ip_address()
+        try:
+            await self._server.start(host)
+        except OSError as error:
+            logger.warning("channels keep to Ray Serve's connections, which cost more CPU time: %s", error)
 
     def _start_engine(self) -> EngineThread:
         options = self._model.options

@@ -11,6 +11,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 from ray import serve
@@ -43,6 +44,8 @@ class Listener:
 
     def on_broken(self, route: Route) -> list[AttemptClaim]:
         return []
+
+    def on_answer(self, route: Route, attempt: int, outcome: dict[str, Any]) -> None: ...
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         return []

@@ -15,7 +15,15 @@ from typing import Any
 
 from app.background import start_task
 from app.channel import wire
-from app.channel.engine_channel import MAX_WAITING_TOKENS, Attempt, EngineChannel, UnknownEpochError
+from app.channel.address import Address
+from app.channel.channel_server import ChannelServer
+from app.channel.engine_channel import (
+    MAX_WAITING_TOKENS,
+    Attempt,
+    EngineChannel,
+    FrameConnection,
+    UnknownEpochError,
+)
 from app.channel.resumption import carry_over
 from app.channel.silence import Silence
 from app.channel.suspects import SuspectPlace
@@ -44,6 +52,9 @@ CALL_END_S = 0.05
 """A canceled call aborts its attempt after this time, unless its channel ends first: then the connection broke,
 and the attempt may be resumed."""
 
+ARRIVAL_S = 2.0
+"""Maximum time from the hello to the connection that it offers; after that, frames leave through Serve."""
+
 IDLE_FRAME_S = 1.0
 """An idle channel sends an empty frame this often."""
 
@@ -61,8 +72,8 @@ class ChannelHub:
     ``KEEP_S`` at most: see ``app/channel/resumption.py``. ``snapshot`` returns the contents of the engine's
     prefix cache; without it, channels carry no KV events. New channels report ``load`` until the engine's first
     step. ``end_sequence`` is called with an engine request id and the number of a sequence that the ingress no
-    longer needs. ``figures`` returns the replica's counters. ``lost_leases`` is how often a channel was
-    suspended.
+    longer needs. ``figures`` returns the replica's counters. ``server`` accepts the connections of channels;
+    without it, frames leave through Serve. ``lost_leases`` is how often a channel was suspended.
     """
 
     def __init__(
@@ -77,8 +88,10 @@ class ChannelHub:
         load: EngineLoad | None = None,
         figures: Callable[[], Figures | None] = lambda: None,
         end_sequence: Callable[[str, int], None] = lambda request_id, number: None,
+        server: ChannelServer | None = None,
     ) -> None:
         self._end_sequence = end_sequence
+        self._server = server
         self._figures = figures
         self.lost_leases = 0
         self._hello = hello
@@ -97,9 +110,12 @@ class ChannelHub:
         self._suspects = SuspectPlace()
         self._reported_suspects = 0
 
-    async def stream(self, cid: str, epoch: int, resumption: bytes = b"") -> AsyncIterator[bytes]:
+    async def stream(
+        self, cid: str, epoch: int, resumption: bytes = b"", connects: bool = False
+    ) -> AsyncIterator[bytes]:
         """Frames of one channel until it ends; ends an older epoch of the same ingress.
 
+        If the ingress ``connects``, only the hello comes here, unless the connection does not arrive.
         ``resumption`` lists the attempts of the older epoch that are to continue; all others are aborted.
 
         Raises:
@@ -110,8 +126,9 @@ class ChannelHub:
         channel = self._open(cid, epoch)
         resumed = self._resume(channel, wanted)
         watcher = self._start(channel, "lease", self._watch(channel))
+        address = self._expect(channel) if connects else None
         try:
-            hello = replace(self._hello, resumed=tuple(resumed)) if resumed else self._hello
+            hello = replace(self._hello, resumed=tuple(resumed), address=address)
             yield wire.pack_hello(epoch, self._next(channel), hello)
             while not channel.closed:
                 self._fetch_if_wanted(channel)
@@ -126,15 +143,52 @@ class ChannelHub:
                         figures = self._figures()
                         if figures is not None:
                             sections.append(figures)
-                    yield channel.take_frame(self._next(channel), sections)
+                    frame = channel.take_frame(self._next(channel), sections)
+                    if channel.connection is not None:
+                        channel.connection.send_frame(frame)
+                    else:
+                        yield frame
             # Tokens generated before the end still count: the ingress continues from there.
             if channel.unsent and not channel.blocked:
-                yield channel.take_frame(self._next(channel))
+                frame = channel.take_frame(self._next(channel))
+                if channel.connection is not None:
+                    channel.connection.send_frame(frame)
+                else:
+                    yield frame
             if channel.lapsed:
                 raise UnknownEpochError(channel.closed)
         finally:
             watcher.cancel()
             self.close(channel, channel.closed or "the ingress closed it")
+            if address is not None and self._server is not None:
+                self._server.unexpect(address)
+            if channel.connection is not None:
+                channel.connection.close()
+
+    def _expect(self, channel: EngineChannel) -> Address | None:
+        """Wait with the channel's frames, for ``ARRIVAL_S`` at most, until its connection has arrived."""
+        if self._server is None or (address := self._server.expect(channel, self)) is None:
+            return None
+        loop, server = asyncio.get_running_loop(), self._server
+        channel.expects = loop.call_later(ARRIVAL_S, self._missed, channel, server, address)
+        return address
+
+    @staticmethod
+    def _missed(channel: EngineChannel, server: ChannelServer, address: Address) -> None:
+        """The connection has not arrived: the frames leave without it."""
+        server.unexpect(address)
+        channel.expects = None
+        channel.wake.set()
+
+    def connected(self, channel: EngineChannel, connection: FrameConnection) -> None:
+        """The connection of a channel has arrived; it takes the channel's frames from now on."""
+        if channel.expects is None or channel.closed:
+            connection.close()
+            return
+        channel.expects.cancel()
+        channel.expects = None
+        channel.connection = connection
+        channel.wake.set()
 
     def attach(self, cid: str, epoch: int, attempt: int, engine_id: str) -> Attempt:
         """Register an attempt before it is submitted to the engine.

@@ -107,6 +107,19 @@ class ChannelSet:
         """Whether any replica can take a request, or one with this requirement, now."""
         return bool(self.fleet.ledger.routable(self.fleet.members, requirement))
 
+    @property
+    def connected(self) -> bool:
+        """Whether attempts can be submitted to all routable replicas on their channels' connections."""
+        usable = [channel.connected for channel in self._channels.values() if channel.is_open]
+        return bool(usable) and all(usable)
+
+    def submit(self, route: Route, attempt: int, submission: bytes) -> None:
+        """Submit an attempt; if it ends without a final record, the owner's ``on_answer`` is called."""
+        if (channel := self._channels.get(route.replica)) is not None:
+            channel.submit(route.epoch, attempt, submission)
+        else:
+            self._owner.on_answer(route, attempt, {"refused": "its channel has ended"})
+
     def states(self) -> dict[str, str]:
         """The state of each channel, by replica."""
         return {replica: channel.state.value for replica, channel in self._channels.items()}

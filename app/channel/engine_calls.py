@@ -17,7 +17,9 @@ class EngineCalls(Protocol):
     ``target`` and ``meta`` are read by the router, which passes on another ``meta``.
     """
 
-    def channel(self, cid: str, epoch: int, resumption: bytes, *, target: str) -> AsyncIterator[bytes]: ...
+    def channel(
+        self, cid: str, epoch: int, resumption: bytes, connects: bool, *, target: str
+    ) -> AsyncIterator[bytes]: ...
 
     async def generate(self, cid: str, payload: bytes, *, meta: Any) -> dict[str, Any]: ...
 

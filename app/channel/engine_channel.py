@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from app.channel import wire
 from app.channel.kv_outbox import FLUSH_S, KvOutbox
@@ -26,6 +27,16 @@ MAX_WAITING_TOKENS = 2**20
 
 A token with log probabilities counts as several, by the number of its alternatives.
 """
+
+
+class FrameConnection(Protocol):
+    """The part of a channel's connection that sends frames."""
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send a frame, after all that were sent before."""
+
+    def close(self) -> None:
+        """End the connection once all has been sent."""
 
 
 class UnknownEpochError(QuireError):
@@ -72,6 +83,9 @@ class EngineChannel:
     waiting_tokens: int = 0  # in ``unsent``, see ``MAX_WAITING_TOKENS``
     attempts: dict[int, Attempt] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    expects: asyncio.TimerHandle | None = None  # until its connection arrives, frames wait
+    connection: FrameConnection | None = None  # that takes its frames, instead of Serve's stream
+    congested: bool = False  # the connection has more to send than it can
     closed: str = ""  # the reason, once closed
     lapsed: bool = False  # closed because no beat came, or too many tokens waited
     kv: KvOutbox = field(default_factory=KvOutbox)
@@ -86,8 +100,10 @@ class EngineChannel:
 
     @property
     def blocked(self) -> bool:
-        """Whether no frame may leave: too many are unacknowledged, or the ingress is silent."""
-        return self.suspended or self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED
+        """Whether no frame may leave: the ingress is silent, or as many are on their way as may be."""
+        if self.suspended or self.congested or self.expects is not None:
+            return True
+        return self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED
 
     def add(self, record: wire.Record) -> None:
         """Queue a record; it joins a waiting one of its sequence. A final one comes after all others."""
@@ -154,6 +170,9 @@ class EngineChannel:
 
     def stop(self) -> None:
         """Cancel its timers and task."""
+        if self.expects is not None:
+            self.expects.cancel()
+            self.expects = None
         if self.expiry is not None:
             self.expiry.cancel()
             self.expiry = None

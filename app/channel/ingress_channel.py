@@ -23,7 +23,9 @@ from app.channel.channel_thread import read_on_this_loop
 from app.channel.engine_calls import EngineCall, EngineCalls
 from app.channel.engine_channel import UnknownEpochError
 from app.channel.failures import cancel_call, describe, is_defect
+from app.channel.ingress_connection import IngressConnection
 from app.channel.silence import Silence
+from app.channel.wire_messages import Beat
 from app.channel.wire_resume import AttemptClaim, pack_resumption
 from app.channel.wire_sections import Figures, KvSection, SnapshotSlice
 from app.routing.ledger import Route
@@ -40,6 +42,9 @@ DEAD_S = 10.0
 
 RESUME_S = 5.0
 """After a channel has ended, maximum time for the replica to open one on which its attempts continue."""
+
+END_S = 1.0
+"""Of a channel's call and its connection, the other one ends within this time."""
 
 CLAIMS_S = 5.0
 """Maximum time for the owner, which may be behind, to say which attempts are to continue."""
@@ -84,6 +89,9 @@ class OwnerEvents(Protocol):
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         """New tokens; returns the attempts in ``records`` that the owner does not know."""
+
+    def on_answer(self, route: Route, attempt: int, outcome: dict[str, Any]) -> None:
+        """An attempt that was submitted here has ended without a final record; see ``run_attempt``."""
 
     def on_kv(self, route: Route, section: KvSection) -> bool:
         """A part of a snapshot of the prefix cache, or a change; false if a new snapshot is needed."""
@@ -149,6 +157,8 @@ class IngressChannel:
         self.state = ChannelState.OPENING
         self.answered = False
         """Whether the replica has opened a channel, or the first try has failed: within ``DEAD_S``."""
+        self.connected = False
+        """Whether attempts can be submitted here: the channel has a connection of its own."""
         self._stream = handle.options(stream=True, _by_reference=False)
         self._unary = handle.options(_by_reference=False)
         self._cid = cid
@@ -159,6 +169,8 @@ class IngressChannel:
         self._route: Route | None = None
         self._stopped = False
         self._generator: Any = None
+        self._connects = True  # unless a connection has failed
+        self._connection: IngressConnection | None = None
         self._epoch = 0
         self._broken: _Broken | None = None
         self._reset()
@@ -166,6 +178,11 @@ class IngressChannel:
         self._task: asyncio.Task[None] | None = None
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._start, context=contextvars.Context())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the replica has opened the channel, and it has not ended."""
+        return self.state in (ChannelState.OPEN, ChannelState.SUSPECT)
 
     def stop(self) -> None:
         """Close the channel for good; ``on_closed`` follows if it was open."""
@@ -176,6 +193,10 @@ class IngressChannel:
     async def stopped(self) -> None:
         """Wait until ``stop`` has taken effect."""
         await asyncio.wrap_future(self._ended)
+
+    def submit(self, epoch: int, attempt: int, submission: bytes) -> None:
+        """Submit an attempt while ``connected``; if it ends without a final record, ``on_answer`` follows."""
+        self._loop.call_soon_threadsafe(self._submit, epoch, attempt, submission)
 
     def forget(self, epoch: int, attempts: list[int]) -> None:
         """Tell the engine at once to abort these attempts."""
@@ -229,6 +250,12 @@ class IngressChannel:
         while True:
             self._send_beat(epoch, 0)
             await asyncio.sleep(BEAT_S)
+
+    def _submit(self, epoch: int, attempt: int, submission: bytes) -> None:
+        if epoch == self._epoch and self._connection is not None:
+            self._connection.submit(attempt, submission)
+        else:
+            self._events.on_answer(Route(self.replica, epoch), attempt, {"refused": "its channel has ended"})
 
     def _forget(self, epoch: int, attempts: list[int]) -> None:
         if epoch == self._epoch:
@@ -289,7 +316,9 @@ class IngressChannel:
         epoch = self._next_epoch()
         self._route = None
         reason, defect, fault = "the replica ended it", False, True
-        call = EngineCall(EngineCalls.channel, self._cid, epoch, resumption, target=self.replica)
+        call = EngineCall(
+            EngineCalls.channel, self._cid, epoch, resumption, self._connects, target=self.replica
+        )
         try:
             await self._read(epoch, call, RESUME_S if resumption else None)
         except asyncio.CancelledError:
@@ -343,6 +372,7 @@ class IngressChannel:
 
     def _end(self, reason: str, fault: bool, resumable: bool) -> None:
         """End the engine's generator: only ``cancel`` does, dropping the stream does not."""
+        self._disconnect()
         if self._generator is not None:
             cancel_call(self._generator)
             self._generator = None
@@ -372,20 +402,87 @@ class IngressChannel:
         self._generator = call.send(self._stream.channel)
         loop = asyncio.get_running_loop()
         watch: asyncio.Task[None] | None = None
+        connection: IngressConnection | None = None
         try:
             async with asyncio.timeout(within_s) as limit:
                 watch = loop.create_task(self._watch(epoch, limit))
                 async for data in self._generator:
+                    frame = wire.unpack_frame(data)
                     if self._frames == 0:
                         read_on_this_loop(self._generator)
-                    self._on_frame(epoch, wire.unpack_frame(data))
+                        connection = await self._connect(epoch, frame)
+                    self._on_frame(epoch, frame)
                     if self._frames == 1 and not self._end_reason:
                         limit.reschedule(None)
+                    if connection is not None:
+                        await self._until_both_end(connection)
+                        return
         except TimeoutError:
             raise TimeoutError(self._end_reason or f"no answer for {RESUME_S:g} s") from None
         finally:
             if watch is not None:
                 watch.cancel()
+
+    async def _connect(self, epoch: int, frame: wire.Frame) -> IngressConnection | None:
+        """Connect to where the hello says; all other frames then come there."""
+        address = None if frame.hello is None else frame.hello.address
+        if address is None:
+            return None
+        try:
+            connection = await IngressConnection.open(
+                address,
+                lambda data: self._on_frame(epoch, wire.unpack_frame(data)),
+                lambda attempt, outcome: self._events.on_answer(Route(self.replica, epoch), attempt, outcome),
+            )
+        except OSError as error:
+            self._keep_to_serve(f"connecting to {address.host}:{address.port} failed: {describe(error)}")
+            return None
+        self._connection, self.connected = connection, True
+        return connection
+
+    def _keep_to_serve(self, why: str) -> None:
+        self._connects = False
+        logger.warning(
+            "channels to %s keep to Ray Serve's connections, which cost more CPU time: %s", self.replica, why
+        )
+
+    def _disconnect(self) -> None:
+        self.connected = False
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    async def _until_both_end(self, connection: IngressConnection) -> None:
+        """Wait for the end of the channel's call and of its connection, where its frames arrive meanwhile.
+
+        Raises:
+            ConnectionError: the connection has ended, and the call has not.
+        """
+        call = asyncio.ensure_future(self._read_call())
+        ends = call, connection.ended
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            # The last frames come on the connection, while the call knows why the channel has ended.
+            await asyncio.wait(ends, timeout=END_S)
+            for end in (connection.ended, call):
+                if end.done():
+                    end.result()
+            if not call.done():
+                raise ConnectionError("its connection ended")
+        finally:
+            call.cancel()
+            if connection.ended.done() and not connection.answered:
+                self._keep_to_serve("the replica closed a new connection")
+
+    async def _read_call(self) -> None:
+        """Wait for the end of the call.
+
+        Raises:
+            ConnectionError: a frame came there: the replica has no connection, whatever TCP says here.
+        """
+        async for _ in self._generator:
+            self._keep_to_serve("nothing arrives on a connection")
+            raise ConnectionError("the replica does not use the channel's connection")
 
     def _on_frame(self, epoch: int, frame: wire.Frame) -> None:
         if frame.epoch != epoch or frame.sequence != self._frames:
@@ -484,6 +581,9 @@ class IngressChannel:
         self._unwanted.clear()
         self._acknowledged = acknowledged
         resync = self._resync_now()
+        if self._connection is not None:
+            self._connection.beat(Beat(acknowledged, stale, unwanted, resync))
+            return
         arguments = self._cid, epoch, acknowledged, stale, unwanted, resync, False
         beat = EngineCall(EngineCalls.beat, *arguments, target=self.replica)
         response = None

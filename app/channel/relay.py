@@ -87,6 +87,9 @@ class Relay:
             self._add(route, self._records, route, records[start : start + RECORDS])
         return []
 
+    def on_answer(self, route: Route, attempt: int, outcome: dict[str, Any]) -> None:
+        self._put(route, self._owner.on_answer, route, attempt, outcome)
+
     def on_kv(self, route: Route, section: KvSection) -> bool:
         self._add(route, self._kv, route, section)
         return True

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.channel.address import Address
 from app.channel.wire_logprobs import pack_logprobs, unpack_logprobs
 from app.channel.wire_sections import Figures, KvSection, Section, pack_section, unpack_section
 from app.routing.load import LoadReport
@@ -37,9 +38,9 @@ from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from engine.token_logprobs import TokenLogprobs
 
-VERSION = 18
-"""Incremented with every change of a layout, of engines' metrics, or of ``beat``'s arguments, so that a release
-rejects messages that it would misread."""
+VERSION = 19
+"""Incremented with every change of a layout, of engines' metrics, or of the arguments of ``channel`` and
+``beat``, so that a release rejects messages that it would misread."""
 
 MAX_MESSAGE_BYTES = 2000
 
@@ -98,7 +99,8 @@ class Hello:
 
     ``keys`` is ``None`` without prefix caching. ``window`` is the largest window if all layers slide.
     ``probe`` has the engine's keys for a fixed text: an ingress whose keys for it differ must not compare its
-    keys with the engine's. ``resumed`` are the attempts of the previous channel that continue.
+    keys with the engine's. ``resumed`` are the attempts of the previous channel that continue. ``address`` is
+    where the replica waits for the channel's connection, if it does.
     """
 
     limits: ModelLimits
@@ -108,6 +110,7 @@ class Hello:
     model: ModelIdentity = field(default_factory=ModelIdentity)
     build: Build = UNKNOWN_BUILD
     resumed: tuple[int, ...] = ()
+    address: Address | None = None
 
     @classmethod
     def of(
@@ -252,7 +255,8 @@ def _unpack_hello(data: bytes) -> Hello:
     keys = None if body["keys"] is None else KeyScheme(**body["keys"])
     limits, model = ModelLimits(**body["limits"]), ModelIdentity(**body["model"])
     build, resumed = Build(**body["build"]), tuple(map(operator.index, body["resumed"]))
-    return Hello(limits, keys, body["window"], tuple(body["probe"]), model, build, resumed)
+    address = None if body["address"] is None else Address(**body["address"])
+    return Hello(limits, keys, body["window"], tuple(body["probe"]), model, build, resumed, address)
 
 
 def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record], int]:

@@ -60,7 +60,8 @@ class AttemptRunner:
     """One for each ingress process; runs on its event loop.
 
     ``handle`` is the Serve handle of the engine deployment. ``running`` maps the number of each current
-    attempt, unique in this process, to its request.
+    attempt, unique in this process, to its request. If ``serve_chooses`` the replicas, all attempts go through
+    Serve; otherwise only those for which channels lack connections of their own.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class AttemptRunner:
         on_attempt_ended: Callable[[], None],
         num_live: Callable[[], int],
         why_unavailable: Callable[[], str] = lambda: "",
+        serve_chooses: bool = False,
     ) -> None:
+        self._serve_chooses = serve_chooses
         # The first options() makes Serve create the router, which reports its members.
         self._generate = handle.options(_by_reference=False).generate
         self._channels = channels
@@ -88,6 +91,7 @@ class AttemptRunner:
         self._on_attempt_ended = on_attempt_ended
         self._why = why_unavailable
         self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}  # of attempts on channels' connections
         self._late_answers: set[asyncio.Future[Any]] = set()
         self.running: dict[int, InFlightRequest] = {}
         self.defects = 0
@@ -168,6 +172,8 @@ class AttemptRunner:
         self._ledger.expect(number)
         self._faults.begin(number, request)
         try:
+            if self._channels.connected and not self._serve_chooses:
+                return await self._submit(request, number)
             return await self._call(request, number)
         finally:
             del self.running[number]
@@ -180,8 +186,33 @@ class AttemptRunner:
             self._faults.end(number, request)
             self._on_attempt_ended()
 
+    def on_answer(self, attempt: int, outcome: dict[str, Any]) -> None:
+        """An attempt that was submitted on a channel's connection has ended without a final record."""
+        answer = self._answers.get(attempt)
+        if answer is not None and not answer.done():
+            answer.set_result(outcome)
+
+    async def _submit(self, request: InFlightRequest, number: int) -> AttemptFailure | None:
+        """Choose a replica and submit the attempt on its channel's connection, on which all else comes back."""
+        try:
+            booking = self._channels.fleet.book(request.routing_meta(number))
+        except NoRouteError as error:
+            return AttemptFailure(str(error), fault=False)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        interrupted = asyncio.ensure_future(request.interrupt.wait())
+        try:
+            submission = wire.pack_submission(request.submission(number))
+            self._channels.submit(booking.route, number, submission)
+            await asyncio.wait((answer, interrupted), return_when=asyncio.FIRST_COMPLETED)
+            return await self._finish(request, answer.result(), interrupted) if answer.done() else None
+        finally:
+            interrupted.cancel()
+            del self._answers[number]
+            if not request.complete and (held := self._ledger.booking(number)) is not None:
+                self._channels.forget(held.route, [number])  # it may have been resumed on another route
+
     async def _call(self, request: InFlightRequest, number: int) -> AttemptFailure | None:
-        """Call the engine; the call stays open until the attempt ends. Its tokens come on the channel."""
+        """Call the engine through Serve, until the attempt ends. Its tokens come on the channel."""
         payload = wire.pack_submission(request.submission(number))
         call = EngineCall(EngineCalls.generate, self._channels.cid, payload, meta=request.routing_meta(number))
         try:
@@ -242,7 +273,7 @@ class AttemptRunner:
     async def _finish(
         self, request: InFlightRequest, outcome: dict[str, Any], interrupted: asyncio.Future[Any]
     ) -> AttemptFailure | None:
-        """The call has returned. The end record on the channel, which may arrive later, ends the request."""
+        """The attempt has been answered. If all went well, the end record on the channel ends the request."""
         if "invalid" in outcome:
             request.fail(InvalidRequestError(*outcome["invalid"]))
             return None
@@ -252,6 +283,10 @@ class AttemptRunner:
         if "failed" in outcome:
             request.fail(UnavailableError(str(outcome["failed"])))
             return None
+        if "defect" in outcome:
+            self.defects += 1
+            failure = AttemptFailure(f"the engine replica failed: {outcome['defect']}", fault=True)
+            return await self._unless_lost(request, interrupted, failure)
         if "refused" in outcome:
             refused = AttemptFailure(str(outcome["refused"]), fault=False)
             return await self._unless_lost(request, interrupted, refused)

@@ -69,7 +69,8 @@ class EngineClient:
     replicas with another one get no requests. If it is empty, any tokenizer is accepted. With
     ``channel_thread``, the channels run in a thread, Serve's if possible, so that a busy loop here does not
     silence them. Serve ends a replica that does not stop within ``drain_timeout_s`` seconds. ``background`` is
-    told when a part fails. ``start_failure`` says why replicas cannot start; see ``ReplicaWaiter``.
+    told when a part fails. ``start_failure`` says why replicas cannot start; see ``ReplicaWaiter``. With
+    ``serve_chooses``, a router of Serve chooses the replicas, and not ``policy``.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class EngineClient:
         drain_timeout_s: float = 600.0,
         background: Background | None = None,
         start_failure: Callable[[], Awaitable[str]] | None = None,
+        serve_chooses: bool = False,
     ) -> None:
+        self._serve_chooses = serve_chooses
         self._handle = handle
         self._policy = policy
         self._predictions = Predictions()
@@ -140,6 +143,7 @@ class EngineClient:
                 on_attempt_ended=self._settle,
                 num_live=lambda: len(self._requests),
                 why_unavailable=self._why_unavailable,
+                serve_chooses=self._serve_chooses,
             )
             drainer = Drainer(channels.fleet, attempts.running, channels.leaving, self._background)
             self._running = _Running(channels, kv, drainer, faults, attempts)
@@ -433,6 +437,10 @@ class EngineClient:
             request.accept(record, model)
             faults.received(record.attempt, request)
         return stale
+
+    def on_answer(self, route: Route, attempt: int, outcome: dict[str, Any]) -> None:
+        """See ``OwnerEvents``."""
+        self._parts.attempts.on_answer(attempt, outcome)
 
     def _count_flow(self, request: InFlightRequest, booking: Booking, cached: int) -> None:
         prompt, namespace, to = request.request.token_ids, request.request.namespace, booking.route.replica

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from app.routing.kv_index import KvIndex
-from app.routing.ledger import Ledger
+from app.routing.ledger import Booking, Ledger
 from app.routing.requirement import Requirement
+from app.routing.routing_meta import RoutingMeta
 from app.routing.subset import Subset
 from app.routing.timed_set import TimedSet
 from engine.errors import QuireError
@@ -39,7 +40,7 @@ class Fleet:
 
     ``cordon`` names members that get no new requests for a while. ``likely_victims`` names those that
     autoscaling would stop next: they get no request that others could take nearly as well. ``routed`` counts
-    the attempts for which each member was chosen; only the router's thread changes it.
+    the attempts for which each member was chosen.
     """
 
     def __init__(self) -> None:
@@ -114,6 +115,18 @@ class Fleet:
             return names
         others = frozenset(names) - cordoned
         return others if self.ledger.routable(others, requirement) else names
+
+    def book(self, meta: RoutingMeta, candidates: Collection[str] | None = None) -> Booking:
+        """Let the ledger choose among ``candidates``, by default all, and book; cordoned ones come last.
+
+        Raises:
+            NoRouteError: see ``Ledger.book``.
+        """
+        members = self.eligible(self._known if candidates is None else candidates, meta.requirement)
+        booking = self.ledger.book(meta, members, self.likely_victims.names())
+        with self._lock:  # the router's thread may book, too
+            self.routed[booking.route.replica] += 1
+        return booking
 
     def listen(self, listener: Callable[[frozenset[str]], None]) -> None:
         """Call ``listener`` with the members now and after each change."""

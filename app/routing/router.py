@@ -87,11 +87,8 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
     def _book(
         self, pending_request: PendingRequest, meta: RoutingMeta, candidates: dict[str, RunningReplica]
     ) -> RunningReplica:
-        """Let the ledger choose among ``candidates`` and book, in one step; cordoned ones come last."""
-        members = self._fleet.eligible(candidates.keys(), meta.requirement)
-        likely_victims = self._fleet.likely_victims.names()
-        booking = self._fleet.ledger.book(meta, members, likely_victims)
-        self._fleet.routed[booking.route.replica] += 1
+        """Let the ledger choose among ``candidates`` and book, in one step."""
+        booking = self._fleet.book(meta, candidates.keys())
         # All that the engine needs: it refuses an epoch that it does not have.
         pending_request.kwargs["meta"] = {"epoch": booking.route.epoch}
         return candidates[booking.route.replica]

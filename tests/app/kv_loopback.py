@@ -36,8 +36,10 @@ class LossyHub(ChannelHub):
 
     change: Callable[[KvSection], KvSection | None] | None = None
 
-    async def stream(self, cid: str, epoch: int, resumption: bytes = b"") -> AsyncIterator[bytes]:
-        frames = super().stream(cid, epoch, resumption)
+    async def stream(
+        self, cid: str, epoch: int, resumption: bytes = b"", connects: bool = False
+    ) -> AsyncIterator[bytes]:
+        frames = super().stream(cid, epoch, resumption, connects)
         try:
             async for data in frames:
                 frame = wire.unpack_frame(data)
@@ -155,6 +157,8 @@ class KvIngress:
         self.routes.append(route)
         self.ledger.open(route)
         self.feed.open(route, hello)
+
+    def on_answer(self, route: Route, attempt: int, outcome: dict[str, Any]) -> None: ...
 
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         self.records += records

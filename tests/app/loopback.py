@@ -273,14 +273,16 @@ class LoopbackHandle:
             if not replica.dead:
                 replica.engine.step()
 
-    def _channel(self, cid: str, epoch: int, resumption: bytes, *, target: str) -> LoopbackStream:
+    def _channel(
+        self, cid: str, epoch: int, resumption: bytes, connects: bool, *, target: str
+    ) -> LoopbackStream:
         stream, replica = LoopbackStream(self), self.replicas[target]
         if replica.dead:
             stream.unsent = ConnectionError("the replica is unavailable")
             stream.queue.put_nowait(stream.unsent)
         else:
             stream.task = replica.run(
-                stream.pump(replica.hub.stream(cid, epoch, resumption), replica.opens_after_s)
+                stream.pump(replica.hub.stream(cid, epoch, resumption, connects), replica.opens_after_s)
             )
         return stream
 

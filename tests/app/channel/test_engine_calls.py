@@ -16,7 +16,7 @@ from app.channel.failures import is_defect, reason_of
 from app.replica import EngineReplica
 
 CALLS = (
-    EngineCall(EngineCalls.channel, "c", 1, b"", target="r"),
+    EngineCall(EngineCalls.channel, "c", 1, b"", True, target="r"),
     EngineCall(EngineCalls.generate, "c", b"", meta={}),
     EngineCall(EngineCalls.beat, "c", 1, 0, [], [], False, False, target="r"),
     EngineCall(EngineCalls.reset_prefix_cache, target="r"),

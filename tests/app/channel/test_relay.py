@@ -252,7 +252,7 @@ class ThreadedHandle:
     def options(self, **_: Any) -> ThreadedHandle:
         return self
 
-    def _channel(self, cid: str, epoch: int, resumption: bytes, *, target: str) -> Any:
+    def _channel(self, cid: str, epoch: int, resumption: bytes, connects: bool, *, target: str) -> Any:
         stream = self.hub.stream(cid, epoch, resumption)
 
         class Response:
