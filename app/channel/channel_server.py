@@ -11,7 +11,7 @@ import contextvars
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from app.channel.address import Address
 from app.channel.engine_channel import EngineChannel
@@ -117,13 +117,13 @@ class EngineConnection(asyncio.Protocol):
     # ---- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # Not an assertion: transports of uvloop, which Serve runs, have the methods but not the class.
+        self._transport = cast("asyncio.Transport", transport)
         if len(self._server.strangers) >= MAX_STRANGERS:
-            transport.abort()
+            self._transport.abort()
             return
         self._server.strangers.add(self)
-        self._deadline = asyncio.get_running_loop().call_later(KEY_S, transport.abort)
+        self._deadline = asyncio.get_running_loop().call_later(KEY_S, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
         try:

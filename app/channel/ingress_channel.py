@@ -583,6 +583,8 @@ class IngressChannel:
         resync = self._resync_now()
         if self._connection is not None:
             self._connection.beat(Beat(acknowledged, stale, unwanted, resync))
+            if self._stale:  # more than one beat takes
+                self._beat_now.set()
             return
         arguments = self._cid, epoch, acknowledged, stale, unwanted, resync, False
         beat = EngineCall(EngineCalls.beat, *arguments, target=self.replica)

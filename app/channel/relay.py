@@ -76,7 +76,7 @@ class Relay:
     # ---- ChannelEvents, on the channels' thread
 
     def on_open(self, route: Route, hello: wire.Hello, ended: Route | None) -> None:
-        self._put(route, self._owner.on_open, route, hello, ended)
+        self._put(route, self._open, route, hello, ended)
 
     def on_broken(self, route: Route) -> list[AttemptClaim]:
         self._put(None, self._broken, route)
@@ -139,6 +139,14 @@ class Relay:
                     self._scheduled = True
                     self._loop.call_soon(self._drain)
                 return
+
+    def _open(self, route: Route, hello: wire.Hello, ended: Route | None) -> None:
+        try:
+            self._owner.on_open(route, hello, ended)
+        except Exception:
+            if ended is not None:  # or its attempts would wait for ever for the channel that they continue on
+                self._owner.on_closed(ended, "its next channel could not be opened", False)
+            raise
 
     def _records(self, route: Route, records: list[wire.Record]) -> None:
         stale = self._owner.on_records(route, records)

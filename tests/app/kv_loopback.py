@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from engine_client_setting import until
 from loopback import LIMITS, LoopbackHandle, LoopbackReplica

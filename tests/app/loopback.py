@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from loopback_connection import LoopbackServer
 from virtual_time import loop_time
 
 from app.channel import wire
@@ -31,6 +32,9 @@ from engine.request import FinishReason, ModelLimits, Request, RequestStats, Tok
 LIMITS = ModelLimits(vocab_size=1000, max_model_len=10_000, num_blocks=10_000, block_size=16)
 STATS = RequestStats(0.25, 0.5)
 """Of each request that gets a token; it is preempted once before its end."""
+
+CONNECTS = False
+"""Whether channels get connections of their own, in memory; the fixture ``either_way`` sets it."""
 
 _names = itertools.count()
 
@@ -147,17 +151,32 @@ class LoopbackReplica:
     """
 
     def __init__(
-        self, name: str, limits: ModelLimits = LIMITS, weights: int = 0, build: Build = UNKNOWN_BUILD
+        self,
+        name: str,
+        limits: ModelLimits = LIMITS,
+        weights: int = 0,
+        build: Build = UNKNOWN_BUILD,
+        gate: asyncio.Event | None = None,
     ) -> None:
         self.name = name
         self.engine = CountingEngine(limits, weights)
         hello = wire.Hello(limits, model=model(weights), build=build)
-        self.hub = ChannelHub(hello, self.engine.abort, clock=loop_time, end_sequence=self.engine.end_sequence)
+        self.server = LoopbackServer(self._generate, gate) if CONNECTS and gate is not None else None
+        self.hub = ChannelHub(
+            hello,
+            self.engine.abort,
+            clock=loop_time,
+            end_sequence=self.engine.end_sequence,
+            server=self.server,
+        )
         self.engine.hub = self.hub
         self.dead = False
         self.opens_after_s = 0.0
         self.cached_blocks = 0
         self.calls: set[asyncio.Task[Any]] = set()
+
+    async def _generate(self, cid: str, epoch: int, payload: bytes) -> dict[str, Any]:
+        return await run_attempt(self.hub, self.engine, cid, epoch, payload)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -168,6 +187,9 @@ class LoopbackReplica:
     def kill(self) -> None:
         self.dead = True
         self.engine.live.clear()
+        if self.server is not None:
+            self.server.closed = True
+            self.server.cut()
         for call in list(self.calls):
             call.cancel("replica died")
 
@@ -259,7 +281,7 @@ class LoopbackHandle:
     def add(
         self, limits: ModelLimits = LIMITS, weights: int = 0, build: Build = UNKNOWN_BUILD
     ) -> LoopbackReplica:
-        replica = LoopbackReplica(f"replica-{len(self.replicas)}", limits, weights, build)
+        replica = LoopbackReplica(f"replica-{len(self.replicas)}", limits, weights, build, self.running)
         self.replicas[replica.name] = replica
         self.announce(*self.replicas)
         return replica

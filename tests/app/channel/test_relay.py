@@ -56,6 +56,9 @@ class Recorder:
         self._note("broken", route)
         return self.claims
 
+    def on_answer(self, route: Route, attempt: int, outcome: dict[str, Any]) -> None:
+        self._note("answer", (attempt, outcome))
+
     def on_records(self, route: Route, records: list[wire.Record]) -> list[int]:
         self._note("records", [record.attempt for record in records])
         return self.unknown

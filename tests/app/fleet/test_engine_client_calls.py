@@ -40,6 +40,7 @@ def test_a_driver_that_breaks_fails_its_request(monkeypatch: pytest.MonkeyPatch)
     run(test)
 
 
+@pytest.mark.serve_calls
 def test_a_client_beyond_its_budget_learns_when_to_come_back() -> None:
     async def test() -> None:
         handle, client = await started(1)
@@ -57,6 +58,7 @@ def test_a_client_beyond_its_budget_learns_when_to_come_back() -> None:
     run(test)
 
 
+@pytest.mark.serve_calls
 def test_calls_that_cannot_be_sent_are_tried_again() -> None:
     async def test() -> None:
         handle, client = await started(1)
@@ -77,6 +79,7 @@ def test_calls_that_cannot_be_sent_are_tried_again() -> None:
     run(test)
 
 
+@pytest.mark.serve_calls
 def test_a_call_that_serve_cancels_is_tried_again() -> None:
     async def test() -> None:
         handle, client = await started(1)
@@ -168,6 +171,7 @@ def test_the_replica_whose_channel_broke_is_avoided() -> None:
     run(test)
 
 
+@pytest.mark.serve_calls
 def test_a_request_that_comes_before_any_replica_has_its_keys() -> None:
     async def test() -> None:
         handle, prompt = LoopbackHandle(0), list(range(40))
@@ -218,6 +222,7 @@ def test_a_client_that_has_not_started_has_nothing_to_tell() -> None:
     run(test)
 
 
+@pytest.mark.serve_calls
 def test_replicas_that_do_not_accept_a_call_have_not_failed_under_it() -> None:
     async def test() -> None:
         handle, client = await started(2)
@@ -258,6 +263,7 @@ def test_a_defect_in_a_callback_of_a_channel_is_logged_and_the_channel_reopened(
         if callback in ("on_open", "on_closed"):
             for channel in list(only.hub._channels.values()):
                 only.hub.close(channel, "a test broke it")
+            await until(lambda: not failures)
         if callback == "on_suspect":
             with monkeypatch.context() as patch:
                 patch.setattr(ingress_channel, "SUSPECT_S", -1.0)  # any replica counts as silent
@@ -291,6 +297,7 @@ def test_a_defect_in_a_callback_of_a_channel_is_logged_and_the_channel_reopened(
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("sent", [True, False])
+@pytest.mark.serve_calls
 def test_a_defect_in_a_call_is_logged_with_its_traceback_and_a_lost_replica_is_not(
     caplog: pytest.LogCaptureFixture, error: Exception, defect: bool, sent: bool
 ) -> None:
@@ -319,6 +326,7 @@ def test_a_defect_in_a_call_is_logged_with_its_traceback_and_a_lost_replica_is_n
 
 
 @pytest.mark.parametrize("name", ["channel", "beat"])
+@pytest.mark.serve_calls
 def test_a_channel_or_beat_that_another_version_refuses_is_no_defect(
     caplog: pytest.LogCaptureFixture, name: str
 ) -> None:

@@ -108,6 +108,7 @@ def test_an_ingress_that_is_behind_says_that_it_lives_until_it_can_resume(
     run(test)
 
 
+@pytest.mark.serve_calls
 def test_an_ingress_says_that_it_lives_until_the_next_channel_has_opened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

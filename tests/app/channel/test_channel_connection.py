@@ -1,0 +1,315 @@
+"""Connections of channels over real sockets: keys, strangers, frames, answers, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from loopback import LIMITS
+
+from app.channel import channel_server, wire
+from app.channel.address import Address
+from app.channel.channel_hub import ChannelHub
+from app.channel.channel_server import ChannelServer
+from app.channel.ingress_connection import IngressConnection
+from app.channel.wire_messages import KEY_BYTES, Beat, MessageKind, pack_message
+from engine.request import FinishReason, TokenDelta
+
+HOST = "127.0.0.1"
+
+
+class Replica:
+    """The replica's end of one channel, whose call is read here."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[str, int, bytes]] = []
+        self.outcome: Callable[[], Any] = lambda: {"generated": 1}
+        self.aborted: list[str] = []
+        self.server = ChannelServer(self.run)
+        self.hub = ChannelHub(wire.Hello(LIMITS), self.aborted.append, server=self.server)
+        self.call: list[wire.Frame] = []  # frames that came through Serve
+        self.closed = asyncio.Event()
+
+    async def run(self, cid: str, epoch: int, payload: bytes) -> dict[str, Any]:
+        self.runs.append((cid, epoch, payload))
+        outcome: dict[str, Any] = self.outcome()
+        return outcome
+
+    async def open(self) -> Address:
+        hello = asyncio.get_running_loop().create_future()
+
+        async def read() -> None:
+            async for data in self.hub.stream("ingress", 1, connects=True):
+                frame = wire.unpack_frame(data)
+                self.call.append(frame)
+                if frame.hello is not None:
+                    hello.set_result(frame.hello.address)
+            self.closed.set()
+
+        self.reader = asyncio.ensure_future(read())
+        address: Address = await hello
+        return address
+
+    def token(self, attempt: int, index: int = 0, end: FinishReason | None = None) -> None:
+        self.hub.deliver([TokenDelta(f"e{attempt}", index, (7,), end, final=end is not None)])
+
+
+class Ingress:
+    """The ingress's end."""
+
+    def __init__(self) -> None:
+        self.frames: list[wire.Frame] = []
+        self.answers: list[tuple[int, dict[str, Any]]] = []
+        self.defect: Exception | None = None
+
+    async def connect(self, address: Address) -> IngressConnection:
+        return await IngressConnection.open(address, self.on_frame, lambda *answer: self.answers.append(answer))
+
+    def on_frame(self, data: bytes) -> None:
+        if self.defect is not None:
+            raise self.defect
+        self.frames.append(wire.unpack_frame(data))
+
+    @property
+    def tokens(self) -> list[int]:
+        return [record.index for frame in self.frames for record in frame.records]
+
+
+@contextlib.asynccontextmanager
+async def replica() -> AsyncIterator[tuple[Replica, Address]]:
+    replica = Replica()
+    await replica.server.start(HOST)
+    try:
+        yield replica, await replica.open()
+    finally:
+        replica.hub.close_all("the test ends")
+        replica.server.stop()
+        await replica.reader
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110  (the condition spans both ends)
+            await asyncio.sleep(0.001)
+
+
+async def connection_closed(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await asyncio.wait_for(reader.read(), 60) == b""
+    except ConnectionError:
+        return True
+
+
+def test_frames_submissions_beats_and_answers_take_the_connection() -> None:
+    async def test() -> None:
+        async with replica() as (there, address):
+            here = Ingress()
+            connection = await here.connect(address)
+            there.hub.attach("ingress", 1, 5, "e5")
+            there.token(5)
+            await until(lambda: here.tokens == [0])
+            assert [frame.sequence for frame in here.frames] == list(range(1, len(here.frames) + 1))
+            connection.submit(6, b"payload")
+            await until(lambda: bool(there.runs))
+            assert there.runs == [("ingress", 1, b"payload")]
+            there.outcome = lambda: {"invalid": ("no", "n", None)}
+            connection.submit(7, b"")
+            await until(lambda: bool(here.answers))
+            assert here.answers == [(7, {"invalid": ["no", "n", None]})], "one that went well has no answer"
+            connection.beat(Beat(1, [5], [], False))
+            await until(lambda: there.aborted == ["e5"])
+            assert there.hub.inspect()["ingress"]["acknowledged"] == 1
+            assert [frame.sequence for frame in there.call] == [0]
+            connection.close()
+            await there.closed.wait()
+
+    asyncio.run(test())
+
+
+def test_the_last_tokens_arrive_before_the_end() -> None:
+    async def test() -> None:
+        async with replica() as (there, address):
+            here = Ingress()
+            connection = await here.connect(address)
+            there.hub.attach("ingress", 1, 5, "e5")
+            await until(lambda: bool(here.frames) or there.hub._channels["ingress"].connection is not None)
+            there.token(5)
+            there.hub.close_all("the engine died")
+            await connection.ended
+            assert here.tokens == [0]
+            await there.closed.wait()
+
+    asyncio.run(test())
+
+
+def test_without_its_connection_a_channel_keeps_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.channel.channel_hub.ARRIVAL_S", 0.05)
+
+    async def test() -> None:
+        async with replica() as (there, address):
+            there.hub.attach("ingress", 1, 5, "e5")
+            there.token(5)
+            await until(lambda: len(there.call) == 2)
+            assert [record.index for record in there.call[1].records] == [0]
+            late = Ingress()
+            connection = await late.connect(address)
+            await connection.ended
+            assert not connection.answered
+            there.token(5, 1)
+            await until(lambda: len(there.call) == 3)
+
+    asyncio.run(test())
+
+
+def test_a_key_is_valid_once_and_others_never(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with replica() as (there, address):
+            for key in (b"\0" * KEY_BYTES, b"GET / HTTP/1.1\r\nHost: example.com\r\n\r\n"):
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+                writer.write(key)
+                assert await connection_closed(reader)
+            here, second = Ingress(), Ingress()
+            await here.connect(address)
+            await until(lambda: there.hub._channels["ingress"].connection is not None)
+            connection = await second.connect(address)
+            await connection.ended
+            assert not connection.answered
+            there.hub.attach("ingress", 1, 5, "e5")
+            there.token(5)
+            await until(lambda: here.tokens == [0])
+            assert not there.server.strangers
+
+    asyncio.run(test())
+    assert caplog.text.count("sent a key that this replica does not expect") == 3
+
+
+def test_a_key_may_come_in_pieces_with_the_first_messages_behind_it() -> None:
+    async def test() -> None:
+        async with replica() as (there, address):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+            data = bytes.fromhex(address.key) + pack_message(MessageKind.SUBMIT, b"\5" + b"\0" * 7, b"x")
+            for place in range(len(data)):
+                writer.write(data[place : place + 1])
+                await asyncio.sleep(0)
+            await until(lambda: there.runs == [("ingress", 1, b"x")])
+            writer.close()
+
+    asyncio.run(test())
+
+
+def test_strangers_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_server, "KEY_S", 0.2)
+    monkeypatch.setattr(channel_server, "MAX_STRANGERS", 8)
+
+    async def test() -> None:
+        async with replica() as (there, address):
+            silent = [await asyncio.open_connection(address.host, address.port) for _ in range(20)]
+            assert all(await asyncio.gather(*(connection_closed(reader) for reader, _ in silent)))
+            assert not there.server.strangers
+            for _, writer in silent:
+                writer.close()
+            here = Ingress()
+            await here.connect(address)
+            await until(lambda: bool(there.hub._channels["ingress"].connection))
+
+    asyncio.run(test())
+
+
+def test_what_cannot_be_read_ends_the_channel_and_nothing_else() -> None:
+    async def test() -> None:
+        for message in (
+            pack_message(MessageKind.BEAT, b"x"),
+            pack_message(MessageKind.SUBMIT, b"x"),
+            pack_message(MessageKind.FRAME, b""),
+            b"\xff\xff\xff\xff\1",
+        ):
+            async with replica() as (there, address):
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+                writer.write(bytes.fromhex(address.key) + message)
+                assert await connection_closed(reader)
+                await there.closed.wait()
+                assert there.hub.inspect() == {}
+                writer.close()
+
+    asyncio.run(test())
+
+
+def test_a_defect_of_the_replica_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with replica() as (there, address):
+            here = Ingress()
+            connection = await here.connect(address)
+
+            def fail() -> None:
+                raise KeyError("planted")
+
+            there.outcome = fail
+            connection.submit(3, b"")
+            await until(lambda: bool(here.answers))
+            assert here.answers == [(3, {"defect": "KeyError: 'planted'"})]
+
+    asyncio.run(test())
+    assert "attempt 3 of channel ingress failed" in caplog.text
+
+
+def test_a_defect_of_the_ingress_ends_the_connection() -> None:
+    async def test() -> None:
+        async with replica() as (there, address):
+            here = Ingress()
+            here.defect = KeyError("planted")
+            connection = await here.connect(address)
+            there.hub.attach("ingress", 1, 5, "e5")
+            there.token(5)
+            with pytest.raises(KeyError, match="planted"):
+                await connection.ended
+            await there.closed.wait()
+            assert there.hub.num_kept == 1, "its attempts may be resumed"
+
+    asyncio.run(test())
+
+
+def test_frames_wait_for_a_reader_that_is_behind() -> None:
+    async def test() -> None:
+        async with replica() as (there, address):
+            reader, writer = await asyncio.open_connection(address.host, address.port, limit=1024)
+            writer.write(bytes.fromhex(address.key))
+            there.hub.attach("ingress", 1, 5, "e5")
+            await until(lambda: there.hub._channels["ingress"].connection is not None)
+            channel, index = there.hub._channels["ingress"], 0
+            while not channel.congested:
+                there.hub.deliver([TokenDelta("e5", index, (7,) * 10_000)])
+                index += 10_000
+                await asyncio.sleep(0)
+            sent = channel.sequence
+            assert sent < 500, "fewer than may be unacknowledged"
+            for _ in range(10):
+                there.hub.deliver([TokenDelta("e5", index, (7,))])
+                index += 1
+                await asyncio.sleep(0)
+            assert channel.sequence == sent
+            unread = asyncio.ensure_future(reader.readexactly(4 * index))
+            await unread
+            assert channel.sequence > sent
+            assert not channel.unsent
+            writer.close()
+
+    asyncio.run(test())
+
+
+def test_an_address_that_nobody_listens_at_is_an_error_of_the_connection() -> None:
+    async def test() -> None:
+        async with replica() as (there, address):
+            there.server.stop()
+            await asyncio.sleep(0)
+            with pytest.raises(OSError, match=r"[Cc]onnect"):
+                await Ingress().connect(address)
+            assert there.server.expect(there.hub._channels["ingress"], there.hub) is None
+
+    asyncio.run(test())
+
+
+def test_the_key_is_in_no_text() -> None:
+    assert "secret" not in str(Address(HOST, 1, "secret"))

@@ -1,0 +1,191 @@
+"""Requests whose attempts take the channels' own connections: answers, and connections that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from engine_client_setting import collect, quiet, request, started, until
+from engine_client_setting import run as run_test
+from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
+
+from app.fleet.engine_client import EngineClient
+from app.fleet.generation import UnavailableError
+from engine.errors import ClientLimitError, InvalidRequestError
+
+CONNECTED = (True,)
+"""See ``conftest``."""
+
+
+def answering(replica: LoopbackReplica, *outcomes: Any) -> None:
+    """Have the next attempts end with these outcomes, or errors."""
+    left = list(outcomes)
+    assert replica.server is not None
+    run = replica.server.run
+
+    async def answer(cid: str, epoch: int, payload: bytes) -> dict[str, Any]:
+        if not left:
+            return await run(cid, epoch, payload)
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return dict(outcome)
+
+    replica.server.run = answer
+
+
+def calls_through_serve(handle: LoopbackHandle) -> list[Any]:
+    """Attempts that go through Serve from now on."""
+    seen: list[Any] = []
+    send = handle.generate.remote
+
+    def remote(*arguments: Any, **named: Any) -> Any:
+        seen.append(named["meta"].attempt)
+        return send(*arguments, **named)
+
+    handle.generate.remote = remote
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error"),
+    [
+        ({"invalid": ("too hot", "temperature", None)}, InvalidRequestError),
+        ({"limited": ("too much", 2)}, ClientLimitError),
+        ({"failed": "no grammar"}, UnavailableError),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_answer_ends_a_request(outcome: dict[str, Any], error: type[Exception]) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        answering(only, outcome)
+        with pytest.raises(error):
+            await collect(client, request([1]))
+        await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run_test(test)
+
+
+def test_a_refused_attempt_is_made_again_without_blame(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        answering(only, *[{"refused": "no such channel"}] * 7)  # more than the faults that a request may have
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        await until(lambda: quiet(handle, client))
+        assert client.inspect()["call_faults"] == 0
+        await client.stop()
+
+    run_test(test)
+    assert "no such channel" in caplog.text
+
+
+def test_a_defect_of_a_replica_is_counted_and_the_attempt_made_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        answering(only, KeyError("planted"))
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        assert client.inspect()["call_faults"] == 1
+        await client.stop()
+
+    run_test(test)
+    assert "planted" in caplog.text
+
+
+def test_a_request_that_nothing_but_defects_answers_ends() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        answering(only, *[KeyError("planted")] * 64)
+        with pytest.raises(Exception, match="planted"):
+            await collect(client, request([1]))
+        await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run_test(test)
+
+
+def test_a_connection_that_breaks_alone_costs_no_token_and_no_attempt() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        assert only.server is not None
+        through_serve = calls_through_serve(handle)
+        jobs = [asyncio.ensure_future(collect(client, request([index], 5000))) for index in range(5)]
+        await until(lambda: len(only.engine.live) == 5)
+        async with stepping(handle):
+            for _ in range(4):
+                await asyncio.sleep(0.5)
+                only.server.cut()
+            for index, job in enumerate(jobs):
+                assert await job == expected_tokens([index], 5000)
+        assert only.hub.inspect()[client._parts.channels.cid]["epoch"] == 5
+        assert client._parts.channels.connected
+        assert not through_serve
+        assert client._parts.attempts.budget.resubmitted == 0
+        await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run_test(test)
+
+
+def test_where_nothing_listens_attempts_go_through_serve(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        handle = LoopbackHandle(1)
+        (only,) = handle.replicas.values()
+        assert only.server is not None
+        only.server.closed = True
+        client = EngineClient(handle, unavailable_after_s=60.0)
+        await client.start()
+        await until(lambda: bool(handle.fleet.ledger.routable()))
+        through_serve = calls_through_serve(handle)
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+            for channel in list(only.hub._channels.values()):
+                only.hub.close(channel, "a test broke it")
+            only.server.closed = False  # it is not asked again
+            assert await collect(client, request([2])) == expected_tokens([2], 30)
+        assert len(through_serve) >= 2
+        assert not client._parts.channels.connected
+        await client.stop()
+
+    run_test(test)
+    warnings = [one for one in caplog.records if one.levelno == logging.WARNING]
+    assert sum("keep to Ray Serve's connections" in one.getMessage() for one in warnings) == 1
+
+
+def test_a_connection_on_which_nothing_arrives_is_given_up() -> None:
+    async def test() -> None:
+        handle = LoopbackHandle(1)
+        (only,) = handle.replicas.values()
+        assert only.server is not None
+        only.server.deaf = True
+        client = EngineClient(handle, unavailable_after_s=60.0)
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        assert not client._parts.channels.connected
+        assert client.status()["channels"] == {only.name: "open"}
+        await client.stop()
+
+    run_test(test)
+
+
+def test_routers_of_serve_choose_for_attempts_that_go_through_serve() -> None:
+    async def test() -> None:
+        handle, client = await started(2, serve_chooses=True)
+        through_serve = calls_through_serve(handle)
+        async with stepping(handle):
+            assert await collect(client, request([1])) == expected_tokens([1], 30)
+        assert client._parts.channels.connected, "frames and beats take connections all the same"
+        assert len(through_serve) == 1
+        await client.stop()
+
+    run_test(test)
