@@ -298,6 +298,7 @@ class IngressChannel:
         self._failed_here = False
         self._resumable = True
         self._resumed = False
+        self._beats = 0  # begun
         self._unknown = 0  # beats that the replica could not attribute
 
     async def _run(self) -> None:
@@ -581,7 +582,9 @@ class IngressChannel:
         self._unwanted.clear()
         self._acknowledged = acknowledged
         resync = self._resync_now()
-        if self._connection is not None:
+        self._beats += 1
+        # The first one is a call all the same: Ray's boards know a replica by the calls that Serve has counted.
+        if self._connection is not None and self._beats > 1:
             self._connection.beat(Beat(acknowledged, stale, unwanted, resync))
             if self._stale:  # more than one beat takes
                 self._beat_now.set()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.planted_faults.fault import Fault
 
 _CHANNEL = ("app/channel/test_channel.py",)
+_CONNECTION = ("app/channel/test_channel_connection.py",)
+_CONNECTED = ("app/fleet/test_connected_requests.py",)
 _WIRE = ("app/channel/test_wire.py",)
 _KV = ("app/channel/test_kv_resync.py", "app/channel/test_kv_section.py", "app/channel/test_kv_outbox.py")
 
@@ -260,8 +262,8 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/engine_channel.py",
-        "        return self.suspended or self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED",
-        "        return self.suspended",
+        "        return self.sequence - self.acknowledged >= MAX_UNACKNOWLEDGED",
+        "        return False",
         _CHANNEL,
         "frames that nobody reads pile up without bound",
     ),
@@ -348,5 +350,89 @@ CHANNEL: list[Fault] = [
         "",
         _KV,
         "a digest that does not agree goes unnoticed",
+    ),
+    Fault(
+        "app/channel/channel_server.py",
+        "self._expected.pop(key.hex(), None)",
+        "self._expected.get(key.hex())",
+        _CONNECTION,
+        "a key that was read on its way opens a second connection to a channel",
+    ),
+    Fault(
+        "app/channel/channel_server.py",
+        "        if len(self._server.strangers) >= MAX_STRANGERS:",
+        "        if False:",
+        _CONNECTION,
+        "whoever opens connections to a replica takes all of its files",
+    ),
+    Fault(
+        "app/channel/channel_server.py",
+        "        self._deadline = asyncio.get_running_loop().call_later(KEY_S, self._transport.abort)\n",
+        "",
+        _CONNECTION,
+        "connections that send nothing stay for ever, and no others are accepted",
+    ),
+    Fault(
+        "app/channel/channel_server.py",
+        "                    self._calls[attempt].cancel()",
+        "                    pass",
+        _CONNECTION,
+        "an attempt whose client has left is submitted once its grammar is compiled",
+    ),
+    Fault(
+        "app/channel/channel_server.py",
+        "            self._channel.congested = True",
+        "            pass",
+        _CONNECTION,
+        "frames that nobody reads pile up in the connection",
+    ),
+    Fault(
+        "app/channel/channel_server.py",
+        '        if "generated" not in outcome:',
+        "        if True:",
+        _CONNECTION,
+        "each request costs a message that says nothing",
+    ),
+    Fault(
+        "app/channel/wire_messages.py",
+        "        if length > MAX_MESSAGE_BYTES:",
+        "        if False:",
+        ("app/channel/test_wire_messages.py",),
+        "a length that is wrong has a process gather bytes without bound",
+    ),
+    Fault(
+        "app/channel/channel_set.py",
+        "        return bool(usable) and all(usable)",
+        "        return any(usable)",
+        _CONNECTED,
+        "attempts are submitted to replicas without a connection, and refused",
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
+        "        self._connects = False\n",
+        "",
+        _CONNECTED,
+        "a connection that cannot be made delays each channel to its replica",
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
+        '            raise ConnectionError("the replica does not use the channel\'s connection")',
+        "            continue",
+        _CONNECTED,
+        "attempts are submitted on a connection of which the replica knows nothing",
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
+        "            if self._stale:  # more than one beat takes\n                self._beat_now.set()\n",
+        "",
+        ("app/fleet/test_resumed_requests.py",),
+        "engines compute for a second for a crowd of clients that has left",
+    ),
+    Fault(
+        "app/channel/relay.py",
+        "            if ended is not None:  # or",
+        "            if False:  # or",
+        _RELAY,
+        "after a defect, requests wait for ever for a channel on which to continue",
     ),
 ]

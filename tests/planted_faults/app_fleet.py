@@ -479,8 +479,8 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/attempts.py",
-        "            self.defects += 1\n",
-        "",
+        "            self.defects += 1\n            logger.error",
+        "            logger.error",
         ("app/fleet/test_engine_client_calls.py",),
         "a defect in calls is seen only in the log",
     ),
@@ -532,5 +532,19 @@ FLEET: list[Fault] = [
         '"Tried to call a method \'"',
         _CALLS,
         "another method that a replica lacks passes for the one that was called",
+    ),
+    Fault(
+        "app/fleet/attempts.py",
+        "                self._channels.forget(held.route, [number])  # it may have been resumed on another route",
+        "                pass",
+        ("app/fleet/test_resumed_requests.py",),
+        "engines compute for clients that have left, where attempts take connections",
+    ),
+    Fault(
+        "app/fleet/attempts.py",
+        '        if "defect" in outcome:\n            self.defects += 1\n',
+        '        if "defect" in outcome:\n',
+        ("app/fleet/test_connected_requests.py",),
+        "a defect of a replica is seen only in its log",
     ),
 ]

@@ -200,20 +200,51 @@ def test_a_key_may_come_in_pieces_with_the_first_messages_behind_it() -> None:
     asyncio.run(test())
 
 
-def test_strangers_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_server, "KEY_S", 0.2)
+def test_strangers_are_few_and_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_server, "MAX_STRANGERS", 8)
 
     async def test() -> None:
         async with replica() as (there, address):
             silent = [await asyncio.open_connection(address.host, address.port) for _ in range(20)]
-            assert all(await asyncio.gather(*(connection_closed(reader) for reader, _ in silent)))
-            assert not there.server.strangers
-            for _, writer in silent:
-                writer.close()
+            ends = [asyncio.ensure_future(connection_closed(reader)) for reader, _ in silent]
+            await until(lambda: sum(end.done() for end in ends) == 12)
+            assert len(there.server.strangers) == 8
+            monkeypatch.setattr(channel_server, "KEY_S", 0.1)
+            for end, (_, writer) in zip(ends, silent, strict=True):
+                if not end.done():
+                    writer.close()
+            await until(lambda: not there.server.strangers)
+            reader, _ = await asyncio.open_connection(address.host, address.port)
+            assert await connection_closed(reader)
             here = Ingress()
             await here.connect(address)
             await until(lambda: bool(there.hub._channels["ingress"].connection))
+            await asyncio.gather(*ends)
+
+    asyncio.run(test())
+
+
+def test_an_attempt_that_waits_for_its_grammar_ends_with_its_client() -> None:
+    async def test() -> None:
+        async with replica() as (there, address):
+            here, canceled = Ingress(), asyncio.Event()
+
+            async def compile_for_ever(cid: str, epoch: int, payload: bytes) -> dict[str, Any]:
+                there.runs.append((cid, epoch, payload))
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    canceled.set()
+                raise AssertionError
+
+            there.server.run = compile_for_ever
+            connection = await here.connect(address)
+            connection.submit(3, b"")
+            await until(lambda: bool(there.runs))
+            connection.beat(Beat(0, [3]))
+            async with asyncio.timeout(60):
+                await canceled.wait()
+            assert not here.answers
 
     asyncio.run(test())
 
@@ -279,7 +310,9 @@ def test_frames_wait_for_a_reader_that_is_behind() -> None:
             there.hub.attach("ingress", 1, 5, "e5")
             await until(lambda: there.hub._channels["ingress"].connection is not None)
             channel, index = there.hub._channels["ingress"], 0
-            while not channel.congested:
+            for _ in range(1000):
+                if channel.congested:
+                    break
                 there.hub.deliver([TokenDelta("e5", index, (7,) * 10_000)])
                 index += 10_000
                 await asyncio.sleep(0)

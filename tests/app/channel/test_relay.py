@@ -119,6 +119,29 @@ def test_events_come_in_order_and_answers_go_back() -> None:
     run_virtually(test())
 
 
+def test_a_defect_at_the_opening_loses_what_was_to_continue() -> None:
+    async def test() -> None:
+        recorder = Recorder()
+
+        def on_open(route: Route, hello: wire.Hello, ended: Route | None) -> None:
+            raise KeyError("planted")
+
+        recorder.on_open = on_open  # type: ignore[method-assign]
+        relay = Relay(recorder, recorder)
+        for ended in (None, Route("r", 0)):
+            relay.on_open(ROUTE, wire.Hello(LIMITS), ended)
+        relay.on_answer(ROUTE, 3, {"failed": "so"})
+        await asyncio.sleep(1.0)
+        assert recorder.calls == [
+            ("fail", ROUTE, "KeyError: 'planted'"),
+            ("closed", "its next channel could not be opened", False),
+            ("fail", ROUTE, "KeyError: 'planted'"),
+            ("answer", (3, {"failed": "so"})),
+        ]
+
+    run_virtually(test())
+
+
 def test_a_defect_ends_its_channel_and_no_other_event_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         recorder = Recorder()

@@ -10,7 +10,9 @@ import pytest
 from engine_client_setting import collect, quiet, request, started, until
 from engine_client_setting import run as run_test
 from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
+from virtual_time import loop_time
 
+from app.channel.channel_hub import ARRIVAL_S
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import UnavailableError
 from engine.errors import ClientLimitError, InvalidRequestError
@@ -169,10 +171,31 @@ def test_a_connection_on_which_nothing_arrives_is_given_up() -> None:
         assert only.server is not None
         only.server.deaf = True
         client = EngineClient(handle, unavailable_after_s=60.0)
+        began = loop_time()
         async with stepping(handle):
             assert await collect(client, request([1])) == expected_tokens([1], 30)
+        assert loop_time() - began < ARRIVAL_S + 1.0, "it need not be silent first"
         assert not client._parts.channels.connected
         assert client.status()["channels"] == {only.name: "open"}
+        await client.stop()
+
+    run_test(test)
+
+
+def test_beside_a_replica_without_a_connection_all_attempts_go_through_serve() -> None:
+    async def test() -> None:
+        handle = LoopbackHandle(2)
+        server = handle.replicas["replica-0"].server
+        assert server is not None
+        server.closed = True
+        client = EngineClient(handle, unavailable_after_s=60.0)
+        await client.start()
+        await until(lambda: len(handle.fleet.ledger.routable()) == 2)
+        through_serve = calls_through_serve(handle)
+        async with stepping(handle):
+            jobs = [collect(client, request([index])) for index in range(6)]
+            assert await asyncio.gather(*jobs) == [expected_tokens([index], 30) for index in range(6)]
+        assert len(through_serve) == 6
         await client.stop()
 
     run_test(test)
