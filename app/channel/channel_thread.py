@@ -35,7 +35,7 @@ class ChannelThread:
         """The thread, which a ``Background`` is to watch."""
 
     def stop(self) -> None:
-        """End the thread if it is this object's own; tasks that still run there are dropped."""
+        """End the thread if it is this object's own; tasks that still run there are canceled."""
         if self._own and self.thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join(timeout=5.0)
@@ -44,6 +44,10 @@ class ChannelThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         finally:
             self.loop.close()
 

@@ -53,9 +53,20 @@ def test_without_that_loop_they_have_a_thread_of_their_own(
     assert "this Ray differs" in caplog.text
     assert channels.thread is not threading.current_thread()
     assert channels.thread.is_alive()
+    ended = concurrent.futures.Future[bool]()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set_result(True)
+
+    asyncio.run_coroutine_threadsafe(work(), channels.loop)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), channels.loop).result(10)
     channels.stop()
     assert not channels.thread.is_alive()
     assert channels.loop.is_closed()
+    assert ended.done(), "tasks end before their loop does"
 
 
 def test_a_process_without_ray_starts_none_for_that_loop(monkeypatch: pytest.MonkeyPatch) -> None:
