@@ -64,7 +64,8 @@ def _admission_s(view: ReplicaView, load: LoadReport, prefill: float, output: fl
     if not load.first_end or not load.running or evenly <= 0.0 or view.slot_s <= 0.0:
         return evenly
     step_s = view.slot_s * (view.rows or 1) / output
-    return step_s * tokens_until(evenly / view.slot_s, load, output)
+    # The engine knows the limits of what runs and waits: it may expect longer outputs than those learned here.
+    return step_s * tokens_until(evenly / view.slot_s, load, max(output, load.all_ended))
 
 
 def tokens_until(ends: float, load: LoadReport, output: float) -> float:

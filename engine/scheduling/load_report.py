@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 from engine.scheduling.pending_prefill import PendingPrefill
-from engine.scheduling.slot_ends import SlotEnds, slot_ends
+from engine.scheduling.slot_ends import Running, SlotEnds, slot_ends
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.step import StepPlan
 
 ENDS_EVERY_S = 0.05
-"""The ends of running sequences are expected anew after so much time in steps, because that costs 0.2 ms."""
+"""The ends of running sequences are expected anew after so much time in steps, because that takes its time."""
 
 SCARCE = 1 / 8
 """With less of the pool free or evictable, a new request may have to wait for blocks."""
@@ -60,7 +60,7 @@ class LoadReporter:
     def read(self) -> EngineLoad:
         """The load now; 50 ns for each running sequence, and what the pending prefill costs.
 
-        Where slots or blocks are scarce, the expected ends cost 0.2 ms, at most every :data:`ENDS_EVERY_S`.
+        Where slots or blocks are scarce, expected ends cost 0.2 ms or more, at most every :data:`ENDS_EVERY_S`.
         """
         state, pool = self._state, self._state.pool
         ends = self._expected_ends()
@@ -88,6 +88,11 @@ class LoadReporter:
         if not full and pool.num_available > SCARCE * (pool.num_free + pool.num_cached + pool.num_referenced):
             self._ends, self._ends_age_s = SlotEnds(), math.inf
         elif self._ends_age_s >= ENDS_EVERY_S:
-            ages = [sequence.num_generated for sequence in state.running]
-            self._ends, self._ends_age_s = slot_ends(ages, state.output_lengths), 0.0
+            running = [
+                Running(each.num_generated, max(each.max_total_tokens - len(each.token_ids), 1))
+                for each in state.running
+            ]
+            following = state.waiting[: len(running)]
+            limits = [each.max_total_tokens - each.output_start for each in following]
+            self._ends, self._ends_age_s = slot_ends(running, state.output_lengths, limits), 0.0
         return self._ends

@@ -74,7 +74,7 @@ class WorkloadStats:
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         length = float(max(sequence.num_generated, 1))
-        self._lengths.add(int(length))
+        self._lengths.add(int(length), reason is FinishReason.LENGTH)
         self._outputs = min(self._outputs + 1, WINDOW)
         self._mean_output += (length - self._mean_output) / self._outputs
         self._mean_square += (length**2 - self._mean_square) / self._outputs

@@ -121,6 +121,13 @@ ROUTING: list[Fault] = [
         "streams that began together are expected to end evenly over time",
     ),
     Fault(
+        "app/routing/waiting.py",
+        "max(output, load.all_ended))",
+        "output)",
+        ("app/routing/test_waiting.py", "app/routing/test_waiting_in_time.py"),
+        "outputs that wait are expected to be as short as those before",
+    ),
+    Fault(
         "app/routing/cost.py",
         "                admission = view.admission_s(excess, sequences)",
         "                pass",

@@ -110,10 +110,31 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/slot_ends.py",
-        "bisect_right(known, group.age + tokens)",
-        "bisect_right(known, tokens)",
+        "self._law.beyond(self._age + tokens)",
+        "self._law.beyond(tokens)",
         ("engine/scheduling/test_slot_ends.py",),
         "old sequences are expected to run as long as new ones",
+    ),
+    Fault(
+        "engine/scheduling/slot_ends.py",
+        "            if not at_limit:\n",
+        "            if True:\n",
+        ("engine/scheduling/test_slot_ends.py",),
+        "outputs are taken to end by themselves where their limits were",
+    ),
+    Fault(
+        "engine/scheduling/slot_ends.py",
+        "        if tokens < self.left[0]:\n",
+        "        if tokens < math.inf:\n",
+        ("engine/scheduling/test_slot_ends.py",),
+        "sequences are expected to run beyond their limits",
+    ),
+    Fault(
+        "engine/scheduling/load_report.py",
+        "state.output_lengths, limits)",
+        "state.output_lengths)",
+        ("engine/scheduling/test_load_report.py",),
+        "sequences that wait are expected to have the limits of those that run",
     ),
     Fault(
         "engine/scheduling/load_report.py",

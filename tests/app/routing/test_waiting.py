@@ -127,6 +127,9 @@ def test_where_the_engine_expects_ends_the_wait_is_until_then() -> None:
     assert waits[1:] == pytest.approx([200 * step_s, 200 * step_s], rel=1e-2)
     fleet.report(fleet.routes[0], replace(TOGETHER, waiting=8, num_lacking=8))
     assert wait_of(fleet).seconds == pytest.approx((200 + 256) * step_s, rel=1e-2)
+    longer = replace(FULL, first_end=900.0, half_ended=900.0, all_ended=900.0, waiting=8, num_lacking=8)
+    fleet.report(fleet.routes[0], longer)  # those that wait take longer than was learned, too
+    assert wait_of(fleet).seconds == pytest.approx((900 + 900) * step_s, rel=1e-2)
     fleet.report(fleet.routes[0], replace(TOGETHER, running=7))
     assert wait_of(fleet) == (0.0, 1)
 

@@ -234,3 +234,16 @@ def test_the_expected_wait_is_the_real_one_where_streams_began_together(case: st
     assert sum(wait.real for wait in waits) / len(waits) > 0.1, "nobody waits"
     for wait in waits:
         assert wait.expected == pytest.approx(wait.real, rel=0.15, abs=0.15)
+
+
+def test_the_expected_wait_is_the_real_one_once_requests_may_make_more_tokens() -> None:
+    clients, made = 20, itertools.count()
+
+    def ask(random: Random) -> Ask:
+        return asks(20, output=32 if next(made) < 2 * clients else 320)(random)
+
+    waits = flood(clients, ask, seqs=6)
+    for part in (waits[:clients], waits[clients:]):
+        real = sum(wait.real for wait in part) / clients
+        assert real > 5.0, "nobody waits for the longer ones"
+        assert 1 / FACTOR < sum(wait.expected for wait in part) / clients / real < FACTOR

@@ -226,6 +226,21 @@ def test_ends_are_expected_where_blocks_are_scarce() -> None:
     assert read.first_end == pytest.approx(19, abs=1.5)
 
 
+def test_ends_follow_from_the_limits_of_what_runs_and_waits() -> None:
+    """All known outputs ended at a limit of 20 tokens."""
+    setting = expecting(Setting(num_blocks=1000), 20)
+    for number, limit in enumerate([50, 50, 26, 26]):
+        setting.add(make_request(f"r{number}", [number, 49], max_tokens=limit, ignore_eos=True))
+    for number in range(4):
+        setting.add(make_request(f"w{number}", [number, 48], max_tokens=10, ignore_eos=True))
+    for _ in range(21):
+        setting.step()
+    read = setting.reporter.read()
+    assert (read.running, read.waiting) == (4, 4)
+    assert read.first_end == pytest.approx(5, abs=0.5)
+    assert read.all_ended == pytest.approx(15, abs=2), "two of those that wait end before two that run"
+
+
 def test_ends_are_not_expected_anew_in_each_short_step() -> None:
     setting = expecting(Setting(num_blocks=1000), 20)
     for number in range(4):
@@ -246,4 +261,4 @@ def test_outputs_that_were_cut_short_say_nothing_of_ends() -> None:
         setting.add(make_request(f"cut{number}", [number % 50, 49], max_tokens=20, ignore_eos=True))
         setting.step()
         setting.scheduler.abort(f"cut{number}")
-    assert setting.scheduler.state.output_lengths.sorted == [20] * ENOUGH
+    assert setting.scheduler.state.output_lengths.sorted == [(20, True)] * ENOUGH
