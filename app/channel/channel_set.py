@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from app.background import Background
 from app.channel import relay
-from app.channel.ingress_channel import DEAD_S, IngressChannel, OwnerEvents
+from app.channel.channel_events import OwnerEvents
+from app.channel.ingress_channel import DEAD_S, IngressChannel
 from app.channel.wire_resume import AttemptClaim
 from app.routing import fleet
 from app.routing.replica_state import Route

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from app.autoscaling.fault_counter import FaultCounter
 from app.channel import wire
+from app.channel.channel_events import OwnerEvents
 from app.channel.failures import describe
-from app.channel.ingress_channel import OwnerEvents
 from app.channel.wire_resume import AttemptClaim
 from app.channel.wire_sections import Figures, KvSection
 from app.routing.ledger import Route
