@@ -10,8 +10,11 @@ from app.channel.address import Address
 from app.channel.wire import WireError
 from app.channel.wire_messages import Beat, MessageKind, Messages, pack_beat, pack_submit, unpack_answer
 
-CONNECT_S = 1.0
-"""Maximum time to connect."""
+CONNECT_S = 1.5
+"""Maximum time to connect: if the first packet is lost, TCP sends another one after a second."""
+
+FLUSH_S = 5.0
+"""Maximum time for what has been sent to leave once the connection is closed."""
 
 
 class IngressConnection(asyncio.Protocol):
@@ -60,9 +63,11 @@ class IngressConnection(asyncio.Protocol):
         self._write(pack_beat(beat))
 
     def close(self) -> None:
-        """Close the connection after all that has been sent."""
-        if self._transport is not None:
-            self._transport.close()
+        """Close the connection after all that has been sent, or after ``FLUSH_S``."""
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            transport.close()
+            asyncio.get_running_loop().call_later(FLUSH_S, transport.abort)
 
     # ---- asyncio.Protocol
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import ctypes
+import socket
+import struct
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 from loopback import LIMITS
 
-from app.channel import channel_server, wire
+from app.channel import channel_server, ingress_connection, wire
 from app.channel.address import Address
 from app.channel.channel_hub import ChannelHub
 from app.channel.channel_server import ChannelServer
@@ -346,3 +350,44 @@ def test_an_address_that_nobody_listens_at_is_an_error_of_the_connection() -> No
 
 def test_the_key_is_in_no_text() -> None:
     assert "secret" not in str(Address(HOST, 1, "secret"))
+
+
+@contextlib.contextmanager
+def deaf_listener() -> Iterator[tuple[socket.socket, Address]]:
+    """A socket that accepts connections; nothing reads them."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        listener.listen()
+        yield listener, Address(HOST, listener.getsockname()[1], "00" * KEY_BYTES)
+
+
+def test_a_closed_connection_ends_though_nothing_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingress_connection, "FLUSH_S", 0.05)
+
+    async def test() -> None:
+        with deaf_listener() as (_, address):
+            connection = await Ingress().connect(address)
+            connection.submit(1, bytes(2**26))  # more than the kernel takes
+            connection.close()
+            async with asyncio.timeout(60):
+                await connection.ended
+
+    asyncio.run(test())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a socket that drops packets")
+def test_one_lost_packet_does_not_keep_a_channel_from_connecting() -> None:
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a filter that passes no packet
+    program = struct.pack("HP", 1, ctypes.addressof(nothing))
+    attach_filter, detach_filter = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER
+
+    async def test() -> None:
+        with deaf_listener() as (listener, address):
+            listener.setsockopt(socket.SOL_SOCKET, attach_filter, program)
+            connecting = asyncio.ensure_future(Ingress().connect(address))
+            for _ in range(3):  # turns of the loop, in which the first packet leaves
+                await asyncio.sleep(0.05)
+            listener.setsockopt(socket.SOL_SOCKET, detach_filter, 0)
+            (await connecting).close()
+
+    asyncio.run(test())
