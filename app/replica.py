@@ -41,6 +41,9 @@ from engine.kv.kv_events import KvSnapshot
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine's thread may hold the interpreter lock; with Python's default of 5 ms, frames wait."""
 
+LAST_FRAMES_S = 0.05
+"""In which channels send what they still have before their replica stops."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -202,14 +205,15 @@ class EngineReplica(EngineCalls):
             self._watching.cancel()
         if hasattr(self, "_hub"):
             self._hub.close_all("the replica is stopping")
+            await asyncio.sleep(LAST_FRAMES_S)
         if hasattr(self, "_server"):
             self._server.stop()
         if hasattr(self, "_engine"):
-            self._engine.stop(timeout=5.0)
+            await asyncio.to_thread(self._engine.stop, timeout=5.0)
 
     async def _listen(self) -> None:
         """Accept the channels' connections, which are not encrypted: not where Ray encrypts its own."""
-        if os.environ.get("RAY_USE_TLS", "0") != "0":
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):  # as Ray reads it
             logger.info("channels keep to Ray Serve's connections, which RAY_USE_TLS encrypts")
             return
         host = ray.util.get_node_ip_address()

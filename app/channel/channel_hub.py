@@ -52,7 +52,7 @@ CALL_END_S = 0.05
 """A canceled call aborts its attempt after this time, unless its channel ends first: then the connection broke,
 and the attempt may be resumed."""
 
-ARRIVAL_S = 2.0
+ARRIVAL_S = 4.0
 """Maximum time from the hello to the connection that it offers; after that, frames leave through Serve."""
 
 IDLE_FRAME_S = 1.0
@@ -144,10 +144,12 @@ class ChannelHub:
                         if figures is not None:
                             sections.append(figures)
                     frame = channel.take_frame(self._next(channel), sections)
-                    if channel.connection is not None:
-                        channel.connection.send_frame(frame)
-                    else:
+                    if channel.connection is None:
                         yield frame
+                        continue
+                    channel.connection.send_frame(frame)
+                    if channel.wake.is_set():  # a snapshot has many frames; let others of the loop in between
+                        await asyncio.sleep(0)
             # Tokens generated before the end still count: the ingress continues from there.
             if channel.unsent and not channel.blocked:
                 frame = channel.take_frame(self._next(channel))
@@ -179,6 +181,13 @@ class ChannelHub:
         server.unexpect(address)
         channel.expects = None
         channel.wake.set()
+
+    def unanswered(self, cid: str, attempt: int) -> None:
+        """An attempt has ended before the engine had it, and its connection is gone: its channel says so."""
+        channel = self._channels.get(cid)
+        if channel is not None and attempt not in channel.attempts:
+            channel.add(wire.Record(attempt, 0, [], end=FinishReason.ABORT, final=True))
+            channel.wake.set()
 
     def connected(self, channel: EngineChannel, connection: FrameConnection) -> None:
         """The connection of a channel has arrived; it takes the channel's frames from now on."""

@@ -31,7 +31,10 @@ KEY_S = 5.0
 """A connection that has not sent its key by then is closed."""
 
 MAX_STRANGERS = 256
-"""Maximum number of connections that have not sent their key."""
+"""Maximum number of connections that have not sent their key; beyond it, the oldest is closed."""
+
+REFUSED_S = 60.0
+"""Minimum time between two lines of the log about keys that are not expected."""
 
 FLUSH_S = 5.0
 """Maximum time for the last frames of a channel that has ended to leave."""
@@ -54,6 +57,8 @@ class ChannelOwner(Protocol):
 
     def connected(self, channel: EngineChannel, connection: EngineConnection) -> None: ...
 
+    def unanswered(self, cid: str, attempt: int) -> None: ...
+
     def close(self, channel: EngineChannel, reason: str) -> None: ...
 
 
@@ -67,7 +72,9 @@ class ChannelServer:
         self.run = run
         self._server: asyncio.Server | None = None
         self._expected: dict[str, tuple[EngineChannel, ChannelOwner]] = {}
-        self.strangers: set[EngineConnection] = set()
+        self._refused = 0
+        self._next_line = 0.0  # about them
+        self.strangers: dict[EngineConnection, None] = {}  # in their order
 
     async def start(self, host: str) -> None:
         """Listen on a free port of ``host``.
@@ -96,6 +103,16 @@ class ChannelServer:
         """The key is no longer valid."""
         self._expected.pop(address.key, None)
 
+    def refused(self) -> None:
+        """A connection has sent a key that is not expected; at most one line a minute says so."""
+        self._refused += 1
+        now = asyncio.get_running_loop().time()
+        if now >= self._next_line:
+            self._next_line = now + REFUSED_S
+            logger.warning(
+                "connections for channels sent keys that this replica does not expect, %d in all", self._refused
+            )
+
     def admit(self, key: bytes) -> tuple[EngineChannel, ChannelOwner] | None:
         """The channel that a key names; the key is used up."""
         return self._expected.pop(key.hex(), None)
@@ -113,6 +130,7 @@ class EngineConnection(asyncio.Protocol):
         self._channel: EngineChannel | None = None
         self._owner: ChannelOwner | None = None
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._closing = False  # what still arrives is of no use
 
     # ---- asyncio.Protocol
 
@@ -120,12 +138,13 @@ class EngineConnection(asyncio.Protocol):
         # Not an assertion: transports of uvloop, which Serve runs, have the methods but not the class.
         self._transport = cast("asyncio.Transport", transport)
         if len(self._server.strangers) >= MAX_STRANGERS:
-            self._transport.abort()
-            return
-        self._server.strangers.add(self)
+            next(iter(self._server.strangers)).abort()
+        self._server.strangers[self] = None
         self._deadline = asyncio.get_running_loop().call_later(KEY_S, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
         try:
             if self._channel is None:
                 data = self._identify(data)
@@ -158,11 +177,22 @@ class EngineConnection(asyncio.Protocol):
         self._send(pack_message(MessageKind.FRAME, frame))
 
     def close(self) -> None:
-        """Close the connection after all that has been sent, or after ``FLUSH_S``."""
+        """End the connection after all that has been sent, or after ``FLUSH_S``.
+
+        The other end closes it: if this one did, what is on its way here would reset the connection, and the
+        last frames could be lost.
+        """
         transport = self._transport
-        if transport is not None and not transport.is_closing():
-            transport.close()
+        if transport is not None and not transport.is_closing() and not self._closing:
+            self._closing = True
+            transport.write_eof()
             asyncio.get_running_loop().call_later(FLUSH_S, transport.abort)
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._forget_stranger()
+        if self._transport is not None:
+            self._transport.abort()
 
     # ---- its parts
 
@@ -175,7 +205,7 @@ class EngineConnection(asyncio.Protocol):
         self._forget_stranger()
         admitted = self._server.admit(self._key)
         if admitted is None:
-            logger.warning("a connection for a channel sent a key that this replica does not expect")
+            self._server.refused()
             self.close()
             return b""
         self._channel, self._owner = admitted
@@ -183,7 +213,7 @@ class EngineConnection(asyncio.Protocol):
         return data[missing:]
 
     def _forget_stranger(self) -> None:
-        self._server.strangers.discard(self)
+        self._server.strangers.pop(self, None)
         if self._deadline is not None:
             self._deadline.cancel()
 
@@ -209,25 +239,34 @@ class EngineConnection(asyncio.Protocol):
 
     async def _run(self, channel: EngineChannel, attempt: int, submission: bytes) -> None:
         """Run an attempt. If it ends without a final record, the ingress is told why."""
+        answer = b""
         try:
             outcome = await self._server.run(channel.cid, channel.epoch, submission)
+            if "generated" not in outcome:
+                answer = pack_answer(attempt, outcome)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # its client has left
+                raise
+            answer = pack_answer(attempt, {"refused": describe(error)})
         except Exception as error:  # as through Serve, the ingress is told
             logger.exception("attempt %d of channel %s failed", attempt, channel.cid)
-            outcome = {"defect": describe(error)}
-        if "generated" not in outcome:
-            self._send(pack_answer(attempt, outcome))
+            answer = pack_answer(attempt, {"defect": describe(error)})
+        if answer and not self._send(answer) and self._owner is not None:
+            self._owner.unanswered(channel.cid, attempt)
 
     def _ended(self, attempt: int, task: asyncio.Task[None]) -> None:
         if self._calls.get(attempt) is task:
             del self._calls[attempt]
 
-    def _send(self, message: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(message)
+    def _send(self, message: bytes) -> bool:
+        if self._closing or self._transport is None or self._transport.is_closing():
+            return False
+        self._transport.write(message)
+        return True
 
     def _fail(self, reason: str) -> None:
         """End the connection and its channel; the channel's attempts may be resumed."""
         if self._channel is not None and self._owner is not None:
             self._owner.close(self._channel, reason)
-        if self._transport is not None:
-            self._transport.abort()
+        self.abort()

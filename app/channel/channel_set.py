@@ -111,8 +111,14 @@ class ChannelSet:
     @property
     def connected(self) -> bool:
         """Whether attempts can be submitted to all routable replicas on their channels' connections."""
-        usable = [channel.connected for channel in self._channels.values() if channel.is_open]
+        stay = [channel for replica, channel in self._channels.items() if replica not in self._leaving]
+        usable = [channel.connected for channel in stay if channel.is_open]
         return bool(usable) and all(usable)
+
+    def unconnected(self) -> list[str]:
+        """Replicas whose open channel has no connection of its own."""
+        channels = self._channels.items()
+        return [replica for replica, channel in channels if channel.is_open and not channel.connected]
 
     def submit(self, route: Route, attempt: int, submission: bytes) -> None:
         """Submit an attempt; if it ends without a final record, the owner's ``on_answer`` is called."""

@@ -12,13 +12,15 @@ import contextlib
 import contextvars
 import enum
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from app.background import Background
 from app.channel import wire
+from app.channel.address import Address
 from app.channel.channel_events import ChannelEvents
 from app.channel.channel_thread import read_on_this_loop
 from app.channel.engine_calls import EngineCall, EngineCalls
@@ -42,6 +44,9 @@ DEAD_S = 10.0
 
 RESUME_S = 5.0
 """After a channel has ended, maximum time for the replica to open one on which its attempts continue."""
+
+RECONNECT_S, MAX_RECONNECT_S = 30.0, 600.0
+"""After a connection has failed, channels do without for this long; the time doubles with each failure."""
 
 END_S = 1.0
 """Of a channel's call and its connection, the other one ends within this time."""
@@ -125,6 +130,9 @@ class IngressChannel:
         self._stopped = False
         self._generator: Any = None
         self._connects = True  # unless a connection has failed
+        self._address: Address | None = None  # of the last one
+        self._next_try = 0.0  # to connect again, and after how many seconds
+        self._try_after = RECONNECT_S
         self._connection: IngressConnection | None = None
         self._epoch = 0
         self._broken: _Broken | None = None
@@ -253,7 +261,7 @@ class IngressChannel:
         self._failed_here = False
         self._resumable = True
         self._resumed = False
-        self._beats = 0  # begun
+        self._beats = 0  # on the connection
         self._unknown = 0  # beats that the replica could not attribute
 
     async def _run(self) -> None:
@@ -374,6 +382,8 @@ class IngressChannel:
                         await self._until_both_end(connection)
                         return
         except TimeoutError:
+            if not limit.expired():  # but the connection has, for example
+                raise
             raise TimeoutError(self._end_reason or f"no answer for {RESUME_S:g} s") from None
         finally:
             if watch is not None:
@@ -384,6 +394,7 @@ class IngressChannel:
         address = None if frame.hello is None else frame.hello.address
         if address is None:
             return None
+        self._address = address
         try:
             connection = await IngressConnection.open(
                 address,
@@ -392,15 +403,34 @@ class IngressChannel:
             )
         except OSError as error:
             self._keep_to_serve(f"connecting to {address.host}:{address.port} failed: {describe(error)}")
+            if self._broken is None:
+                raise ConnectionError("its connection failed") from error  # or the replica would wait for it
             return None
         self._connection, self.connected = connection, True
         return connection
 
     def _keep_to_serve(self, why: str) -> None:
+        """Open channels without connections for a while."""
+        if not self._connects:
+            return
         self._connects = False
+        self._next_try = self._clock() + self._try_after
         logger.warning(
-            "channels to %s keep to Ray Serve's connections, which cost more CPU time: %s", self.replica, why
+            "channels to %s take Ray Serve's connections for %g s, which cost more CPU time: %s",
+            self.replica,
+            self._try_after,
+            why,
         )
+        self._try_after = min(2 * self._try_after, MAX_RECONNECT_S)
+
+    async def _try_again(self, epoch: int) -> None:
+        """Replace a channel without a connection by one with it, if the replica can be reached now."""
+        assert self._address is not None
+        if not await IngressConnection.possible(self._address.host, self._address.port):
+            self._try_after = min(2 * self._try_after, MAX_RECONNECT_S)
+        elif epoch == self._epoch:
+            self._connects = True
+            self._fail(epoch, "to connect again", True)
 
     def _disconnect(self) -> None:
         self.connected = False
@@ -420,11 +450,12 @@ class IngressChannel:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             # The last frames come on the connection, while the call knows why the channel has ended.
             await asyncio.wait(ends, timeout=END_S)
-            for end in (connection.ended, call):
-                if end.done():
-                    end.result()
+            error = connection.ended.exception() if connection.ended.done() else None
+            if error is not None and not isinstance(error, OSError):
+                raise error  # of what has arrived here
             if not call.done():
                 raise ConnectionError("its connection ended")
+            call.result()
         finally:
             call.cancel()
             if connection.ended.done() and not connection.answered:
@@ -437,7 +468,7 @@ class IngressChannel:
             ConnectionError: a frame came there: the replica has no connection, whatever TCP says here.
         """
         async for _ in self._generator:
-            self._keep_to_serve("nothing arrives on a connection")
+            self._keep_to_serve("the replica did not get a connection in time")
             raise ConnectionError("the replica does not use the channel's connection")
 
     def _on_frame(self, epoch: int, frame: wire.Frame) -> None:
@@ -508,11 +539,20 @@ class IngressChannel:
                 self._suspect(silent > SUSPECT_S)
                 due = self._beat_now.is_set() or self._clock() >= next_beat
                 self._beat_now.clear()
+                tasks: list[Coroutine[Any, Any, None]] = []
                 if due and self._route is not None and len(pending) < MAX_BEATS_IN_FLIGHT:
                     next_beat = self._clock() + BEAT_S
-                    beat = loop.create_task(self._beat(epoch))
-                    pending.add(beat)
-                    beat.add_done_callback(pending.discard)
+                    if self._connection is None:
+                        tasks.append(self._beat(epoch))
+                    else:
+                        self._beat_connected(epoch, self._connection)
+                if not self._connects and self._route is not None and self._clock() >= self._next_try:
+                    self._next_try = self._clock() + self._try_after
+                    tasks.append(self._try_again(epoch))
+                for work in tasks:
+                    task = loop.create_task(work)
+                    pending.add(task)
+                    task.add_done_callback(pending.discard)
         except Exception as error:
             self.defects += 1
             logger.exception("the channel to %s failed", self.replica)
@@ -530,20 +570,28 @@ class IngressChannel:
             logger.info("replica %s %s", self.replica, "is silent: busy or lost" if silent else "sends again")
             self._events.on_suspect(self._route, silent)
 
-    async def _beat(self, epoch: int) -> None:
-        acknowledged = self._handled
-        stale, unwanted = sorted(self._stale)[:MAX_STALE], sorted(self._unwanted)
+    def _next_beat(self) -> Beat:
+        """What the next beat says; it is not said again."""
+        # Not sorted: of a crowd, that would take longer with each beat.
+        stale, unwanted = list(islice(self._stale, MAX_STALE)), list(islice(self._unwanted, MAX_STALE))
         self._stale.difference_update(stale)
-        self._unwanted.clear()
-        self._acknowledged = acknowledged
-        resync = self._resync_now()
+        self._unwanted.difference_update(unwanted)
+        self._acknowledged = self._handled
+        return Beat(self._handled, stale, unwanted, self._resync_now())
+
+    def _beat_connected(self, epoch: int, connection: IngressConnection) -> None:
+        """Send a beat on the connection. It has no answer: if it is lost, so is the channel."""
+        connection.beat(self._next_beat())
+        if self._stale or self._unwanted:  # more than one beat takes
+            self._beat_now.set()
         self._beats += 1
-        # The first one is a call all the same: Ray's boards know a replica by the calls that Serve has counted.
-        if self._connection is not None and self._beats > 1:
-            self._connection.beat(Beat(acknowledged, stale, unwanted, resync))
-            if self._stale:  # more than one beat takes
-                self._beat_now.set()
-            return
+        if self._beats == 1:  # Ray's boards know a replica by the calls that Serve has counted
+            self._send_beat(epoch, self._handled)
+
+    async def _beat(self, epoch: int) -> None:
+        said = self._next_beat()
+        acknowledged, resync = said.acknowledged, said.resync
+        stale, unwanted = list(said.stale), list(said.unwanted)
         arguments = self._cid, epoch, acknowledged, stale, unwanted, resync, False
         beat = EngineCall(EngineCalls.beat, *arguments, target=self.replica)
         response = None

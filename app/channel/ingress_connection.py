@@ -10,8 +10,8 @@ from app.channel.address import Address
 from app.channel.wire import WireError
 from app.channel.wire_messages import Beat, MessageKind, Messages, pack_beat, pack_submit, unpack_answer
 
-CONNECT_S = 1.5
-"""Maximum time to connect: if the first packet is lost, TCP sends another one after a second."""
+CONNECT_S = 3.0
+"""Maximum time to connect; a lost packet of it is sent again after 1 s."""
 
 FLUSH_S = 5.0
 """Maximum time for what has been sent to leave once the connection is closed."""
@@ -21,7 +21,7 @@ class IngressConnection(asyncio.Protocol):
     """Runs on the channels' event loop; made by :meth:`open`.
 
     ``on_frame`` gets each frame, ``on_answer`` the attempt and outcome of each answer. ``ended`` is done once
-    the connection has ended, with the error if one of them raised one. ``answered``: something has arrived.
+    the connection has ended, with the error if one of them raised one. ``answered``: a frame has arrived.
     """
 
     def __init__(
@@ -47,12 +47,26 @@ class IngressConnection(asyncio.Protocol):
             OSError: it cannot be reached there within ``CONNECT_S`` seconds.
         """
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(CONNECT_S):
-            _, connection = await loop.create_connection(
-                lambda: cls(on_frame, on_answer), address.host, address.port
-            )
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, connection = await loop.create_connection(
+                    lambda: cls(on_frame, on_answer), address.host, address.port
+                )
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"no answer within {CONNECT_S:g} s") from None
         connection._write(bytes.fromhex(address.key))
         return connection
+
+    @staticmethod
+    async def possible(host: str, port: int) -> bool:
+        """Whether a replica can be reached there within ``CONNECT_S`` seconds."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, writer = await asyncio.open_connection(host, port)
+        except OSError:
+            return False
+        writer.transport.abort()
+        return True
 
     def submit(self, attempt: int, submission: bytes) -> None:
         """Submit an attempt. If it ends without a final record, there will be an answer."""
@@ -64,10 +78,9 @@ class IngressConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection after all that has been sent, or after ``FLUSH_S``."""
-        transport = self._transport
-        if transport is not None and not transport.is_closing():
-            transport.close()
-            asyncio.get_running_loop().call_later(FLUSH_S, transport.abort)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.close()
+            asyncio.get_running_loop().call_later(FLUSH_S, self._transport.abort)
 
     # ---- asyncio.Protocol
 
@@ -76,13 +89,13 @@ class IngressConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        self.answered = True
         try:
             for kind, body in self._messages.feed(data):
                 if self.ended.done():
                     return
                 if kind == MessageKind.FRAME:
                     self._on_frame(body)
+                    self.answered = True
                 elif kind == MessageKind.ANSWER:
                     self._on_answer(*unpack_answer(body))
                 else:

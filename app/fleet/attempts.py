@@ -208,7 +208,8 @@ class AttemptRunner:
         finally:
             interrupted.cancel()
             del self._answers[number]
-            if not request.complete and (held := self._ledger.booking(number)) is not None:
+            left = not request.complete and not answer.done()
+            if left and (held := self._ledger.booking(number)) is not None:
                 self._channels.forget(held.route, [number])  # it may have been resumed on another route
 
     async def _call(self, request: InFlightRequest, number: int) -> AttemptFailure | None:

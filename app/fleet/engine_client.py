@@ -311,6 +311,7 @@ class EngineClient:
             "resubmissions_waiting": self._parts.attempts.budget.waiting,
             "cordoned": sorted(self._parts.channels.fleet.cordon.names()),
             "foreign": sorted(self._foreign),
+            "unconnected": self._running.channels.unconnected(),
             "elsewhere": sorted(self._elsewhere()),
             "cached_tokens": dataclasses.asdict(self._predictions.counters),
         }

@@ -34,7 +34,7 @@ STATS = RequestStats(0.25, 0.5)
 """Of each request that gets a token; it is preempted once before its end."""
 
 CONNECTS = False
-"""Whether channels get connections of their own, in memory; the fixture ``either_way`` sets it."""
+"""Whether channels get connections of their own, in memory; the fixture ``connected`` sets it."""
 
 _names = itertools.count()
 

@@ -423,8 +423,8 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/ingress_channel.py",
-        "            if self._stale:  # more than one beat takes\n                self._beat_now.set()\n",
-        "",
+        "        if self._stale or self._unwanted:  # more",
+        "        if False:  # more",
         ("app/fleet/test_resumed_requests.py",),
         "engines compute for a second for a crowd of clients that has left",
     ),

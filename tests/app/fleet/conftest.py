@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import loopback
 import pytest
-from loopback_connection import open_in_memory
+from loopback_connection import open_in_memory, possible_in_memory
 
 from app.channel.ingress_connection import IngressConnection
 
@@ -25,4 +25,5 @@ def connected(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     connects: bool = getattr(request, "param", False)
     monkeypatch.setattr(loopback, "CONNECTS", connects)
     monkeypatch.setattr(IngressConnection, "open", open_in_memory)
+    monkeypatch.setattr(IngressConnection, "possible", possible_in_memory)
     return connects

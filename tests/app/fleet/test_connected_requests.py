@@ -13,9 +13,9 @@ from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
 from virtual_time import loop_time
 
 from app.channel.channel_hub import ARRIVAL_S
-from app.channel.ingress_channel import END_S
+from app.channel.ingress_channel import END_S, RECONNECT_S
 from app.fleet.engine_client import EngineClient
-from app.fleet.generation import UnavailableError
+from app.fleet.generation import GenerationError, UnavailableError
 from engine.errors import ClientLimitError, InvalidRequestError
 
 CONNECTED = (True,)
@@ -108,7 +108,7 @@ def test_a_request_that_nothing_but_defects_answers_ends() -> None:
         handle, client = await started(1)
         (only,) = handle.replicas.values()
         answering(only, *[KeyError("planted")] * 64)
-        with pytest.raises(Exception, match="planted"):
+        with pytest.raises(GenerationError, match="planted"):
             await collect(client, request([1]))
         await until(lambda: quiet(handle, client))
         await client.stop()
@@ -150,19 +150,28 @@ def test_where_nothing_listens_attempts_go_through_serve(caplog: pytest.LogCaptu
         await client.start()
         await until(lambda: bool(handle.fleet.ledger.routable()))
         through_serve = calls_through_serve(handle)
-        async with stepping(handle):
+        async with stepping(handle, 0.005):
             assert await collect(client, request([1])) == expected_tokens([1], 30)
             for channel in list(only.hub._channels.values()):
                 only.hub.close(channel, "a test broke it")
-            only.server.closed = False  # it is not asked again
             assert await collect(client, request([2])) == expected_tokens([2], 30)
-        assert len(through_serve) >= 2
-        assert not client._parts.channels.connected
+            assert len(through_serve) >= 2
+            assert client.status()["unconnected"] == [only.name]
+            job = asyncio.ensure_future(collect(client, request([3], 9000)))
+            await asyncio.sleep(RECONNECT_S / 2)
+            assert not client._parts.channels.connected
+            only.server.closed = False
+            await until(lambda: client._parts.channels.connected)
+            assert client.status()["unconnected"] == []
+            assert await collect(client, request([4])) == expected_tokens([4], 30)
+            calls = len(through_serve)
+            assert await job == expected_tokens([3], 9000), "what has begun goes on"
+        assert len(through_serve) == calls
         await client.stop()
 
     run_test(test)
     warnings = [one for one in caplog.records if one.levelno == logging.WARNING]
-    assert sum("keep to Ray Serve's connections" in one.getMessage() for one in warnings) == 1
+    assert sum("take Ray Serve's connections for 30 s" in one.getMessage() for one in warnings) == 1
 
 
 def test_a_connection_on_which_nothing_arrives_is_given_up() -> None:
@@ -210,6 +219,26 @@ def test_routers_of_serve_choose_for_attempts_that_go_through_serve() -> None:
             assert await collect(client, request([1])) == expected_tokens([1], 30)
         assert client._parts.channels.connected, "frames and beats take connections all the same"
         assert len(through_serve) == 1
+        await client.stop()
+
+    run_test(test)
+
+
+def test_a_crowd_of_sequences_that_stop_strings_have_ended_is_told_in_several_beats() -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        (channel,) = client._parts.channels._channels.values()
+        ended: list[tuple[str, int]] = []
+        only.hub._end_sequence = lambda engine_id, number: ended.append((engine_id, number))
+        job = asyncio.ensure_future(collect(client, request([1], 300)))
+        await until(lambda: bool(only.engine.live))
+        for sequence in range(70_000):  # more than the count of a beat can say
+            channel.end_sequence(channel._epoch, 1, sequence)
+        await until(lambda: len(ended) == 70_000)
+        assert client.inspect()["call_faults"] == 0
+        async with stepping(handle):
+            await job
         await client.stop()
 
     run_test(test)
