@@ -53,6 +53,16 @@ def test_both_routes_answer_whole_and_streamed_alike(sdk: openai.OpenAI) -> None
     assert "".join(chunk.choices[0].text for chunk in streamed) == whole.choices[0].text
 
 
+def test_channels_have_connections_of_their_own(http: httpx.Client) -> None:
+    """Without them, everything works and costs more: nothing else would show it."""
+
+    def state() -> tuple[list[str], list[str]]:
+        health = http.get("/health").json()
+        return sorted(health["channels"].values()), health["unconnected"]
+
+    wait_for(lambda: state() == (["open", "open"], []), SOON_S, "a channel lacks its connection")
+
+
 def test_lists_of_prompts_come_back_in_order(sdk: openai.OpenAI) -> None:
     prompts = ["One, two, three,", "The sky is", "Once upon a time"]
     together = sdk.completions.create(model=MODEL, prompt=prompts, max_tokens=8, temperature=0)

@@ -435,4 +435,33 @@ CHANNEL: list[Fault] = [
         _RELAY,
         "after a defect, requests wait for ever for a channel on which to continue",
     ),
+    Fault(
+        "app/channel/channel_server.py",
+        "            transport.write_eof()",
+        "            transport.close()",
+        _CONNECTION,
+        "the last frames of a channel are lost if messages are on their way to the replica",
+    ),
+    Fault(
+        "app/channel/channel_server.py",
+        "            self._owner.unanswered(channel.cid, attempt)",
+        "            pass",
+        _CONNECTION,
+        "a request waits for ever if its attempt fails while its connection breaks",
+    ),
+    Fault(
+        "app/channel/ingress_connection.py",
+        "            asyncio.get_running_loop().call_later(FLUSH_S, self._transport.abort)\n",
+        "",
+        _CONNECTION,
+        "a frozen replica keeps what was on its way to it in the ingress's memory",
+        hangs=True,
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
+        "            self._connects = True\n            self._fail",
+        "            self._fail",
+        _CONNECTED,
+        "after one failure, an ingress calls a replica through Serve until either ends",
+    ),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,15 +72,19 @@ class Engines:
         return handle, client
 
     def _deliver(self, outputs: StepOutputs) -> None:
-        """On either engine's thread."""
+        """On either engine's thread, which waits for the loop: else it may end before a test kills it."""
         assert self.loop is not None
-        self.loop.call_soon_threadsafe(self._hand_over, outputs.deltas)
+        handled = threading.Event()
+        self.loop.call_soon_threadsafe(self._hand_over, outputs.deltas, handled)
+        handled.wait(0.1)  # in vain for the last step of a test, whose loop has ended
 
-    def _hand_over(self, deltas: list[TokenDelta]) -> None:
+    def _hand_over(self, deltas: list[TokenDelta], handled: threading.Event) -> None:
         """A hub passes over what is of no attempt of its own; the numbers of attempts are the ingress's."""
         for replica in self.replicas:
             if not replica.dead:
                 replica.hub.deliver(deltas)
+        assert self.loop is not None
+        self.loop.call_later(0.003, handled.set)  # several turns later
 
     def _died(self, error: BaseException) -> None:
         raise error
