@@ -458,7 +458,9 @@ class IngressChannel:
             call.result()
         finally:
             call.cancel()
-            if connection.ended.done() and not connection.answered:
+            if connection.answered:
+                self._try_after = RECONNECT_S
+            elif connection.ended.done():
                 self._keep_to_serve("the replica closed a new connection")
 
     async def _read_call(self) -> None:

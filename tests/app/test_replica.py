@@ -13,6 +13,8 @@ from app.channel.channel_server import ChannelServer
 from app.replica import EngineReplica
 from engine.kv.block_groups import GroupBy
 
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine .*__del__.* was never awaited")
+
 
 def test_a_block_map_is_made_beside_the_loop() -> None:
     made: list[tuple[Any, ...]] = []
