@@ -200,6 +200,7 @@ def test_a_key_is_valid_once_and_others_never(run: Run, caplog: pytest.LogCaptur
             there.token(5)
             await until(lambda: here.tokens == [0])
             assert not there.server.strangers
+            assert there.server._refused == 3
 
     run(test)
     assert caplog.text.count("sent keys that this replica does not expect, 1 in all") == 1, "of three"
