@@ -144,18 +144,14 @@ class ChannelHub:
                         if figures is not None:
                             sections.append(figures)
                     frame = channel.take_frame(self._next(channel), sections)
-                    if channel.connection is None:
+                    if not channel.send(frame):
                         yield frame
-                        continue
-                    channel.connection.send_frame(frame)
-                    if channel.wake.is_set():  # a snapshot has many frames; let others of the loop in between
+                    elif channel.wake.is_set():  # a snapshot has many frames; let others of the loop in between
                         await asyncio.sleep(0)
             # Tokens generated before the end still count: the ingress continues from there.
             if channel.unsent and not channel.blocked:
                 frame = channel.take_frame(self._next(channel))
-                if channel.connection is not None:
-                    channel.connection.send_frame(frame)
-                else:
+                if not channel.send(frame):
                     yield frame
             if channel.lapsed:
                 raise UnknownEpochError(channel.closed)

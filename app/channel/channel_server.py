@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
+from app.autoscaling.fault_counter import FaultCounter
 from app.channel.address import Address
 from app.channel.engine_channel import EngineChannel
 from app.channel.failures import describe
@@ -72,6 +73,7 @@ class ChannelServer:
         self.run = run
         self._server: asyncio.Server | None = None
         self._expected: dict[str, tuple[EngineChannel, ChannelOwner]] = {}
+        self.faults = FaultCounter("a message of a channel could not be handled; its channel ends", logger)
         self._refused = 0
         self._next_line = 0.0  # about them
         self.strangers: dict[EngineConnection, None] = {}  # in their order
@@ -153,8 +155,8 @@ class EngineConnection(asyncio.Protocol):
                     self._receive(self._channel, kind, body)
         except QuireError as error:
             self._fail(describe(error))
-        except Exception as error:  # what arrives must not end more than its channel
-            logger.exception("a message of a channel could not be handled")
+        except Exception as error:  # noqa: BLE001  (counted; what arrives ends no more than its channel)
+            self._server.faults.add()
             self._fail(describe(error))
 
     def pause_writing(self) -> None:
@@ -167,7 +169,6 @@ class EngineConnection(asyncio.Protocol):
             self._channel.wake.set()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._forget_stranger()
         self._fail("its connection ended" if error is None else describe(error))
 
     # ---- for the channel

@@ -140,6 +140,13 @@ class EngineChannel:
             self.sent.append((sequence, frame))
         return frame
 
+    def send(self, frame: bytes) -> bool:
+        """Send a frame on the channel's connection; false if it has none."""
+        if self.connection is None:
+            return False
+        self.connection.send_frame(frame)
+        return True
+
     def acknowledge(self, frames: int) -> None:
         """The ingress has handled this many frames."""
         self.acknowledged = max(self.acknowledged, min(frames, self.sequence))

@@ -117,8 +117,6 @@ class IngressChannel:
         self.state = ChannelState.OPENING
         self.answered = False
         """Whether the replica has opened a channel, or the first try has failed: within ``DEAD_S``."""
-        self.connected = False
-        """Whether attempts can be submitted here: the channel has a connection of its own."""
         self._stream = handle.options(stream=True, _by_reference=False)
         self._unary = handle.options(_by_reference=False)
         self._cid = cid
@@ -141,6 +139,11 @@ class IngressChannel:
         self._task: asyncio.Task[None] | None = None
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._start, context=contextvars.Context())
+
+    @property
+    def connected(self) -> bool:
+        """Whether attempts can be submitted here: the channel has a connection of its own."""
+        return self._connection is not None
 
     @property
     def is_open(self) -> bool:
@@ -406,7 +409,7 @@ class IngressChannel:
             if self._broken is None:
                 raise ConnectionError("its connection failed") from error  # or the replica would wait for it
             return None
-        self._connection, self.connected = connection, True
+        self._connection = connection
         return connection
 
     def _keep_to_serve(self, why: str) -> None:
@@ -433,7 +436,6 @@ class IngressChannel:
             self._fail(epoch, "to connect again", True)
 
     def _disconnect(self) -> None:
-        self.connected = False
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -525,6 +527,12 @@ class IngressChannel:
         """Send a beat every second, and detect silence."""
         loop = asyncio.get_running_loop()
         pending: set[asyncio.Task[None]] = set()
+
+        def start(work: Coroutine[Any, Any, None]) -> None:
+            task = loop.create_task(work)
+            pending.add(task)
+            task.add_done_callback(pending.discard)
+
         next_beat = self._clock() + BEAT_S
         try:
             while not limit.expired():
@@ -541,20 +549,15 @@ class IngressChannel:
                 self._suspect(silent > SUSPECT_S)
                 due = self._beat_now.is_set() or self._clock() >= next_beat
                 self._beat_now.clear()
-                tasks: list[Coroutine[Any, Any, None]] = []
                 if due and self._route is not None and len(pending) < MAX_BEATS_IN_FLIGHT:
                     next_beat = self._clock() + BEAT_S
                     if self._connection is None:
-                        tasks.append(self._beat(epoch))
+                        start(self._beat(epoch))
                     else:
                         self._beat_connected(epoch, self._connection)
                 if not self._connects and self._route is not None and self._clock() >= self._next_try:
                     self._next_try = self._clock() + self._try_after
-                    tasks.append(self._try_again(epoch))
-                for work in tasks:
-                    task = loop.create_task(work)
-                    pending.add(task)
-                    task.add_done_callback(pending.discard)
+                    start(self._try_again(epoch))
         except Exception as error:
             self.defects += 1
             logger.exception("the channel to %s failed", self.replica)
