@@ -8,10 +8,13 @@ to ``json``; between two pieces other threads get their turn.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from json import JSONDecodeError
 from typing import Any, NoReturn
+
+from engine.errors import shown
 
 MAX_DEPTH = 64
 """Lists and objects inside one another."""
@@ -31,13 +34,13 @@ class TooManyValuesError(ValueError):
 
 
 def parse_json(text: str, max_values: int = MAX_VALUES) -> Any:
-    """What ``json.loads`` makes of ``text``; NaN and Infinity are refused.
+    """What ``json.loads`` makes of ``text``; NaN and Infinity are refused, and 1e999, which it reads as one.
 
     Raises:
         JSONDecodeError: it is not JSON.
         RecursionError: lists and objects nest deeper than ``MAX_DEPTH``.
         TooManyValuesError: it has more than ``max_values`` values; see ``MAX_VALUES``.
-        ValueError: a number is NaN, infinite, or has thousands of digits.
+        ValueError: a number is NaN, infinite, too large for a float, or has thousands of digits.
     """
     reader = _Reader(text, max_values)
     value, end = reader.value(reader.skip(0), 0)
@@ -135,6 +138,13 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {shown(text)} is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
 _loads = _DECODER.decode
 _scan: Callable[[str, int], tuple[Any, int]] = _DECODER.scan_once  # type: ignore[attr-defined]

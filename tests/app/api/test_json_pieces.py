@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,16 +35,29 @@ def test_a_damaged_text_is_an_error_exactly_where_json_says_so(value: Any, data:
     text = json.dumps(value)
     place = data.draw(st.integers(0, len(text)))
     damaged = text[:place] + data.draw(st.sampled_from(list('[]{},:"0-.e \\ux'))) + text[place + 1 :]
-    wanted, place_of_error = outcome(json.loads, damaged)
+    wanted, place_of_error = outcome(strictly, damaged)
     assert outcome(parse_json, damaged) == (wanted, place_of_error)
 
 
 def outcome(read: Callable[[str], Any], text: str) -> tuple[Any, int | None]:
-    """The value, and where the error is."""
+    """The value, and where the error is; -1 if a number is too large."""
     try:
         return read(text), None
     except json.JSONDecodeError as error:
         return None, error.pos
+    except ValueError:
+        return None, -1
+
+
+def strictly(text: str) -> Any:
+    """What ``json`` reads, and an error where that would be an infinite number."""
+
+    def finite(number: str) -> float:
+        if math.isinf(float(number)):
+            raise ValueError
+        return float(number)
+
+    return json.loads(text, parse_float=finite)
 
 
 @pytest.mark.parametrize("size", [10, 39, 40, 20_000])
@@ -69,6 +83,16 @@ def test_nan_infinity_and_endless_numbers_are_refused() -> None:
     for text in ("NaN", "[1, Infinity]", '{"a": -Infinity}', "[" + "1," * 50 + "NaN]", "[" + "9" * 5000 + "]"):
         with pytest.raises(ValueError, match=r"JSON|digits"):
             parse_json(text)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400 + ".0", "1e" + "9" * 100])
+def test_a_number_that_would_become_infinity_is_refused(number: str) -> None:
+    assert abs(json.loads(number)) == float("inf")
+    for text in (number, f'{{"a": [{number}]}}', "[" + "1," * 50 + number + ",1]"):
+        with pytest.raises(ValueError, match=r"^the number '-?1.* is too large$") as caught:
+            parse_json(text)
+        assert len(str(caught.value)) < 120
+    assert parse_json("[1e308, 1e-999, -0.0]") == [1e308, 0.0, 0.0]
 
 
 def test_it_nests_as_deep_as_it_says() -> None:
