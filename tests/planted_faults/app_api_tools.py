@@ -128,8 +128,8 @@ TOOLS: list[Fault] = [
     ),
     Fault(
         "app/api/tools/conversation.py",
-        '        if i and messages[i - 1].role == "tool":',
-        "        if False:",
+        'found.append({"role": "user", "content": "\\n".join(results)})',
+        'found += [{"role": "user", "content": result} for result in results]',
         _CONVERSATION,
         "two results are two turns of the user",
     ),

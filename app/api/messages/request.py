@@ -136,14 +136,15 @@ def _user(role: str, content: object, name: str) -> list[dict[str, Any]]:
         if found["type"] == "text":
             part = text(found.get("text"), f"{name}[{i}].text")
             if messages and messages[-1]["role"] == role:
-                messages[-1]["content"] += f"\n{part}"
+                messages[-1]["content"].append(part)
             else:
-                messages.append({"role": role, "content": part})
+                messages.append({"role": role, "content": [part]})
             continue
         call_id = text(found.get("tool_use_id"), f"{name}[{i}].tool_use_id")
         result = joined_text(found.get("content") or "", f"{name}[{i}].content")
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
-    return messages
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": [result]})
+    # Joined at the end: a text that grew block by block would be copied for each of thousands.
+    return [{**message, "content": "\n".join(message["content"])} for message in messages]
 
 
 def _assistant(content: object, name: str) -> dict[str, Any]:

@@ -185,6 +185,10 @@ def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
         return [*messages, {"role": "user", "content": text(given, "input")}]
     for i, item in enumerate(listed(given, "input", "a string or a list of at least 1 item")):
         _add_item(messages, item, f"input[{i}]")
+    for message in messages:
+        if message["role"] == "assistant":
+            # Only now: a text that grew item by item would be copied for each of thousands.
+            message["content"] = "\n".join(message["content"])
     return messages
 
 
@@ -201,7 +205,8 @@ def _add_item(messages: list[dict[str, Any]], item: object, name: str) -> None:
         content = joined_text(found.get("content"), f"{name}.content", _PARTS, param="input")
         if role == "assistant":
             turn = _turn(messages)
-            turn["content"] = f"{turn['content']}\n{content}" if turn["content"] else content
+            if turn["content"] or content:
+                turn["content"].append(content)
         else:
             messages.append({"role": role, "content": content})
     elif kind == "function_call":
@@ -217,16 +222,16 @@ def _add_item(messages: list[dict[str, Any]], item: object, name: str) -> None:
 
 
 def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message at the end, which may have to be added."""
+    """The assistant's message at the end, which may have to be added; its content is a list of texts."""
     if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+        messages.append({"role": "assistant", "content": []})
     return messages[-1]
 
 
 def _add_reasoning(messages: list[dict[str, Any]], item: dict[str, Any], name: str) -> None:
     thoughts = joined_text(item.get("content") or [], f"{name}.content", _REASONING_PARTS, param="input")
     if thoughts:
-        messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+        messages.append({"role": "assistant", "content": [], "reasoning_content": thoughts})
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from app.api.chat_messages import ChatMessage, ToolCall
@@ -40,15 +41,12 @@ def plain_turns(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: st
     Calls and their results become text in the form that the description asks for.
     """
     found: list[dict[str, Any]] = []
-    for i, message in enumerate(messages):
-        if message.role != "tool":
-            found.append({"role": message.role, "content": _with_calls(message)})
-            continue
-        result = f"<tool_response>\n{message.content}\n</tool_response>"
-        if i and messages[i - 1].role == "tool":
-            found[-1]["content"] += f"\n{result}"
+    for is_tool, row in groupby(messages, lambda message: message.role == "tool"):
+        if is_tool:
+            results = (f"<tool_response>\n{message.content}\n</tool_response>" for message in row)
+            found.append({"role": "user", "content": "\n".join(results)})
         else:
-            found.append({"role": "user", "content": result})
+            found += [{"role": message.role, "content": _with_calls(message)} for message in row]
     if tools:
         _add_section(found, _section(tools), role)
     return found

@@ -7,7 +7,7 @@ import functools
 import json
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given
@@ -272,3 +272,46 @@ def test_a_field_beside_the_one_that_it_is_almost_spelled_like_passes(
 ) -> None:
     """Some servers put a context beside the content of their answers, and clients send these back."""
     ROUTES[route][0](with_field(route, path, name, "x"))
+
+
+class Uncopied(str):
+    """A text that does not grow piece by piece: each time, all of it would be copied."""
+
+    __slots__ = ()
+
+    def __add__(self, other: str, /) -> NoReturn:
+        raise AssertionError
+
+    def __format__(self, form: str, /) -> NoReturn:
+        raise AssertionError
+
+
+def test_texts_in_a_row_become_one_message() -> None:
+    texts = ["", "a", "", "b", *map(str, range(20))]
+    blocks = [{"type": "text", "text": text} for text in texts]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "r"}
+    asked: dict[str, Any] = {
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": [*blocks, result, *blocks]}],
+    }
+    messages = [(one.role, one.content) for one in parse_messages_request(asked).messages]
+    assert messages == [("user", "\n".join(texts)), ("tool", "r"), ("user", "\n".join(texts))]
+
+    items: list[Any] = [{"role": "assistant", "content": text} for text in texts]
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    chat = parse_responses({"input": [*items, call, {"role": "user", "content": "u"}, *items[:1]]}).chat
+    first = "\n".join(texts[1:])  # nothing precedes the first text
+    assert [(one.role, one.content) for one in chat.messages] == [
+        ("assistant", first),
+        ("user", "u"),
+        ("assistant", ""),
+    ]
+    assert len(chat.messages[0].tool_calls) == 1
+
+    blocks[0], items[0] = (
+        {"type": "text", "text": Uncopied("c")},
+        {"role": "assistant", "content": Uncopied("c")},
+    )
+    asked["messages"] = [{"role": "user", "content": blocks[:2]}]
+    assert parse_messages_request(asked).messages[0].content == "c\na"
+    assert parse_responses({"input": items[:2]}).chat.messages[0].content == "c\na"
