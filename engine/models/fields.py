@@ -26,26 +26,28 @@ class Fields:
 
     def integer(self, key: str, default: int | None = None, most: int = MAX_INTEGER) -> int:
         """A positive integer, at most ``most``."""
-        value = self.optional_integer(key, default, most)
-        if value is None:
-            value = default
-        if value is None:
+        value = self.raw.get(key)
+        found = self._integer(key, default if value is None else value, most)
+        if found is None:
             raise self.error(f"{self.prefix}{key} is missing")
-        return value
+        return found
 
     def optional_integer(self, key: str, default: int | None, most: int = MAX_INTEGER) -> int | None:
         """A positive integer, at most ``most``.
 
         An explicit null is ``None`` whatever the default: it turns a window off.
         """
-        value = self.raw.get(key, default)
+        return self._integer(key, self.raw.get(key, default), most)
+
+    def _integer(self, key: str, value: Any, most: int) -> int | None:
+        """``value``, checked, even if it is a default: that may follow from other keys of the file."""
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(f"{self.prefix}{key} is {shown(value)} but must be a positive integer")
         if value > most:
             raise self.error(f"{self.prefix}{key} is {shown(value)} but must be at most {most}")
-        return value
+        return int(value)
 
     def count(self, key: str, default: int) -> int:
         """An integer from 0."""

@@ -25,7 +25,7 @@ def weight_files(folder: Path) -> list[Path]:
             if wrong := [value for value in values if not isinstance(value, str)]:
                 raise TypeError(f"weight_map names {wrong[0]!r}, which is not a file name")
             names = sorted(set(values))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"cannot read {index}: {error!r}") from error
         files = [folder / Path(name).name for name in names]
     else:

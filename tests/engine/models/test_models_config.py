@@ -263,6 +263,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "heads": ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
     "odd head": ({"head_dim": 9}, "head_dim is 9, but"),
+    "more heads than dimensions": (
+        {"head_dim": None, "hidden_size": 4, "num_attention_heads": 8, "num_key_value_heads": 8},
+        "head_dim is 0 but must be a positive integer",
+    ),
+    "one endless head": (
+        {"head_dim": None, "hidden_size": 2**20, "num_attention_heads": 1, "num_key_value_heads": 1},
+        "head_dim is 1048576 but must be at most",
+    ),
     "missing size": ({"hidden_size": None}, "hidden_size is missing"),
     "wrong type": ({"vocab_size": "many"}, "vocab_size is 'many' but must be a positive integer"),
     "zero": ({"num_hidden_layers": 0}, "num_hidden_layers is 0 but must be"),

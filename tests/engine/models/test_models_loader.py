@@ -157,6 +157,12 @@ def test_an_index_names_files(folder: Path, names: list[object]) -> None:
         load(folder)
 
 
+def test_an_index_that_nests_too_deeply_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match=r"cannot read .*index\.json.*[Rr]ecursion"):
+        load(folder)
+
+
 def test_shards(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     whole = logits(load(folder))
     other = tmp_path_factory.mktemp("sharded")
