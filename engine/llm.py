@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ class SequenceResult:
     """One of the sequences that a request made."""
 
     token_ids: list[int]  # generated; the last one is the stop token if one ended the sequence
-    text: str | None  # without special tokens; None if the model folder has no tokenizer
+    text: str | None  # without special tokens and the stop token; None if the model folder has no tokenizer
     finish_reason: FinishReason
     score: float | None  # what ranked it, higher is better; None unless beam search or best_of did
     logprobs: list[TokenLogprobs] | None = None  # of each token, if asked for
@@ -190,6 +190,19 @@ class LLM:
             InvalidRequestError: a prompt can never run; nothing has run then.
             Exception: the engine itself failed; it must not be used any more.
         """
+        return self._generate(prompts, params, stop, namespace, progress, continues_text=True)
+
+    def _generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        stop: str | Sequence[str],
+        namespace: CacheNamespace | None,
+        progress: bool | None,
+        *,
+        continues_text: bool,
+    ) -> list[RequestResult]:
+        """See :meth:`generate`. Where the output ``continues_text`` of its prompt, its first space is kept."""
         if not isinstance(stop, Iterable):
             raise InvalidRequestError(
                 f"stop is {shown(stop)} but must be a string or a list of strings", "stop"
@@ -203,9 +216,8 @@ class LLM:
         else:
             collected, wanted = {}, {request.request_id: request.params for request in requests}
             requests = [_ranked_later(request) for request in requests]
-            decoder = TextDecoder(self.tokenizer.backend_tokenizer)
             for request in requests:
-                text_of = partial(_output_text, decoder, stops, request.params.min_tokens)
+                text_of = partial(self._output_text, continues_text, stops, request.params.min_tokens)
                 collected[request.request_id] = _Collected(request, text_of)
         running = dict(collected)
         try:
@@ -215,7 +227,7 @@ class LLM:
         finally:
             for request_id in running:
                 self.engine.abort(request_id)
-        results = [self._result(each) for each in collected.values()]
+        results = [self._result(each, continues_text) for each in collected.values()]
         if stops:
             results = [_ranked(result, wanted[name]) for name, result in zip(collected, results, strict=True)]
         failed = [result.error for result in results if result.error is not None]
@@ -262,7 +274,7 @@ class LLM:
             text = str(rendered)
             check_text(f"messages[{place}]" if several else "messages", text, "messages")
             prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
-        return self.generate(prompts, params, stop=stop, namespace=namespace, progress=progress)
+        return self._generate(prompts, params, stop, namespace, progress, continues_text=continue_final_message)
 
     def _run(self, running: dict[str, _Collected], progress: bool) -> None:
         """Step until each request has ended, which takes it out of ``running``."""
@@ -337,27 +349,41 @@ class LLM:
         # NumPy's integers become Python's; what is no integer stays, to be refused.
         return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
 
-    def _result(self, collected: _Collected) -> RequestResult:
+    @cached_property
+    def _decoder(self) -> TextDecoder:
+        """Raises ``ConfigError`` for tokenizers of other kinds than it knows."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ConfigError(f"the tokenizer in {self.folder} has no fast form, which stop strings need")
+        return TextDecoder(backend)
+
+    def _output_text(self, continues_text: bool, stops: Sequence[str], min_tokens: int) -> OutputText:
+        return OutputText(self._decoder.detokenizer(continues_text=continues_text), stops, min_tokens)
+
+    def _text(self, made: list[int], reason: FinishReason, continues_text: bool) -> str:
+        """A sequence's text, the same as if there were stop strings to look for."""
+        try:
+            return self._output_text(continues_text, (), 0).push(made, reason)
+        except ConfigError:
+            return str(self.tokenizer.decode(made, skip_special_tokens=True))
+
+    def _result(self, collected: _Collected, continues_text: bool) -> RequestResult:
         request, last = collected.request, collected.last
         decodes = self._tokenizer is not None or has_tokenizer(self.folder)
         sequences = []
         for number in sorted(last):
             made = collected.token_ids[number]
-            text = collected.text(number)
-            if text is None and decodes:
-                text = self.tokenizer.decode(made, skip_special_tokens=True)
             reason = last[number].finish_reason
             assert reason is not None
+            text = collected.text(number)
+            if text is None and decodes:
+                text = self._text(made, reason, continues_text)
             logprobs = collected.logprobs.get(number) if request.params.logprobs is not None else None
             sequences.append(SequenceResult(made, text, reason, last[number].score, logprobs))
         error = next((delta.error for delta in last.values() if delta.error is not None), None)
         return RequestResult(
             request.token_ids, last[min(last)].cached_tokens, sequences, error, collected.prompt_logprobs
         )
-
-
-def _output_text(decoder: TextDecoder, stops: Sequence[str], min_tokens: int) -> OutputText:
-    return OutputText(decoder.detokenizer(continues_text=True), stops, min_tokens)
 
 
 def _ranked_later(request: Request) -> Request:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from model_checkpoints import VOCAB, save_tiny
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from engine import LLM, SamplingParams
 from engine.errors import InvalidRequestError
@@ -106,3 +109,38 @@ def test_what_a_chat_template_raises_is_a_refusal(llm: LLM) -> None:
     for template in ("{{ 1 / 0 }}", "{% for _ in range(10 ** 9) %}{% endfor %}", endless):
         with pytest.raises(InvalidRequestError, match="the chat template rejects"):
             llm.chat(ASK, GREEDY, chat_template_kwargs={"chat_template": template})
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """A model whose tokens are words with a space before them, as SentencePiece writes them."""
+    folder = tmp_path_factory.mktemp("words")
+    save_tiny(folder, "Llama", eos_token_id=1, bos_token_id=0)
+    tokenizer = Tokenizer(models.BPE({f"\u2581w{i}" if i else "x": i for i in range(VOCAB)}, []))
+    parts = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+    tokenizer.decoder = decoders.Sequence(parts)
+    hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    hf.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    hf.save_pretrained(folder)
+    return LLM(folder, dtype="float32", num_blocks=64, num_threads=1)
+
+
+@pytest.mark.parametrize("stop", [(), "never there"])
+def test_a_text_does_not_depend_on_what_is_looked_for_in_it(words: LLM, stop: str) -> None:
+    """It continues the prompt, space included, and has no stop token: as the server answers."""
+    only = SamplingParams(max_tokens=2, temperature=0, allowed_token_ids=(5,))
+    (continued,) = words.generate([[3]], only, stop=stop)
+    assert (continued.token_ids, continued.text) == ([5, 5], " w5 w5")
+    (stopped,) = words.generate(
+        [[3]], SamplingParams(temperature=0, allowed_token_ids=(5,), stop_token_ids=(5,)), stop=stop
+    )
+    assert (stopped.token_ids, stopped.text, stopped.finish_reason) == ([5], "", FinishReason.STOP)
+
+    messages = [{"role": "user", "content": "x"}]
+    assert words.chat(messages, only, stop=stop)[0].text == "w5 w5"
+    assert words.chat(messages, only, stop=stop, continue_final_message=True)[0].text == " w5 w5"
