@@ -26,6 +26,9 @@ RETRY_AFTER_SECONDS = 1
 CANNOT_START_S = 30
 """``Retry-After`` where engines cannot start. A client that tries again at once would not be told why."""
 
+REFUSED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+"""Statuses of requests that count as refused."""
+
 CHOSEN = "model"
 """``request.state.model``: the name of the model that was chosen for a request, once it was."""
 
@@ -253,7 +256,7 @@ def show(value: object) -> str:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     fault = fault_of(error)
-    if fault.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+    if fault.status in REFUSED:
         model: str | None = getattr(request.state, CHOSEN, None)
         request.app.state.get_server().count_refusal(model, fault.code or str(fault.status))
     return fault.to_response(request.url.path)

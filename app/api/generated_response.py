@@ -73,7 +73,7 @@ class ResponseMaker:
     async def _whole(self, job: GenerationJob, reply: Reply, record: RequestRecord) -> Response:
         answers = [Answer() for _ in range(job.num_choices)]
         costs = _Costs(job, record)
-        with record.running():
+        with record.answering():
             async with aclosing(stream_choices(job, self._engines, self._decoder)) as arriving:
                 async for delta in arriving:
                     costs.add(delta)
@@ -90,7 +90,7 @@ class ResponseMaker:
     async def _events(
         self, job: GenerationJob, reply: Reply, record: RequestRecord, costs: _Costs, take: _DirectSend
     ) -> AsyncGenerator[bytes, None]:
-        with record.running():
+        with record.answering():
             async with aclosing(stream_choices(job, self._engines, self._decoder, take)) as arriving:
                 async for delta in arriving:
                     costs.add(delta)

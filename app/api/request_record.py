@@ -11,7 +11,7 @@ from typing import Any
 
 from app.api.audit_log import audit
 from app.api.caller import Caller
-from app.api.errors import outcome_of
+from app.api.errors import REFUSED, outcome_of
 from app.api.request_trace import RequestTracer
 from app.api.usage import Usage
 from app.fleet.journal import Journal
@@ -63,6 +63,18 @@ class RequestRecord:
         with self.failing():
             yield
         self.outcome, self.status = "ok", 200
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """:meth:`running` within a response, whose errors no route sees: counts the refusals among them."""
+        try:
+            with self.running():
+                yield
+        except Exception as error:
+            code, status = outcome_of(error)
+            if status in REFUSED:
+                self.figures.refused[code] += 1
+            raise
 
     @contextmanager
     def failing(self) -> Iterator[None]:

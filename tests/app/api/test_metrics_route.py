@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.api.authentication import Gate
 from app.api.errors import ApiError
 from app.api.keys import KeyFile, digest_of
+from app.fleet.generation import Delta, GenerateRequest, UnavailableError
 from app.metrics.engine_figures import engine_samples
 from app.metrics.fleet_figures import FleetFigures, ModelFigures
 from app.metrics.request_figures import RequestFigures
@@ -126,6 +128,22 @@ def test_what_is_refused_is_counted_by_its_reason(
     assert fleet.service.figures.refused["overloaded"] == 2
     assert scraped(fleet)["quire_refused_requests_total"] == 2
     assert sum(fleet.service.figures.ended.values()) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_by_the_engines_is_counted_once(
+    fleet: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Such as that of a request for which no engine was found, long after its admission."""
+
+    async def generate(request: GenerateRequest) -> AsyncIterator[Delta]:
+        raise UnavailableError("no engine")
+        yield
+
+    monkeypatch.setattr(fleet.service._responses._engines, "generate", generate)
+    assert http.post("/v1/completions", json={"prompt": "a", "stream": stream}).status_code == 503
+    assert scraped(fleet)["quire_refused_requests_total"] == fleet.service.figures.refused["unavailable"] == 1
+    assert dict(fleet.service.figures.ended) == {("completions", "unavailable"): 1}
 
 
 def test_a_key_is_needed(
