@@ -11,6 +11,9 @@ from app.fleet.fleet_limits import FleetLimits
 from engine.errors import InvalidRequestError, counted, shown
 from engine.request import check_prompt_scores
 
+MAX_IDS = 2**18
+"""Token ids that the options of a request name for all its prompts together, if these are several."""
+
 
 def kept_end(prompt: list[int], options: GenerationOptions, limits: FleetLimits) -> list[int]:
     """The end of ``prompt`` that ``truncate_prompt_tokens`` keeps."""
@@ -73,8 +76,26 @@ def within_logprobs(job: GenerationJob, limits: FleetLimits, most: int) -> Gener
 def check_prompts(job: GenerationJob, limits: FleetLimits) -> None:
     """Refuse what the engine would refuse, while the response can still have an error status."""
     check_prompt_scores(job.prompt_tokens, job.options.params)  # of all together
+    _check_ids(job)
     for prompt in job.prompts:
         _check_prompt(prompt, job, limits)
+
+
+def _check_ids(job: GenerationJob) -> None:
+    """Each prompt goes to an engine with all ids that the options name, which takes each loop milliseconds."""
+    params, prompts = job.options.params, len(job.prompts)
+    named = {
+        "allowed_token_ids": len(params.allowed_token_ids or ()),
+        "bad_words": sum(map(len, params.bad_words)),
+    }
+    ids = sum(named.values())
+    if prompts > 1 and prompts * ids > MAX_IDS:
+        name = max(named, key=lambda name: named[name])
+        raise InvalidRequestError(
+            f"prompt has {prompts} entries, and {name} has {named[name]} token ids for each, but at most "
+            f"{MAX_IDS} ids are allowed for all prompts together; send fewer prompts at a time",
+            name,
+        )
 
 
 def _check_prompt(prompt: list[int], job: GenerationJob, limits: FleetLimits) -> None:

@@ -34,6 +34,24 @@ def test_all_prompts_together_have_so_many_log_probabilities() -> None:
         check_prompts(job([half, half, [7]], prompt_logprobs=1), LIMITS)
 
 
+@pytest.mark.parametrize("named", ["allowed_token_ids", "bad_words"])
+def test_the_ids_that_go_with_each_prompt_are_limited(named: str) -> None:
+    """256 prompts with a whole vocabulary stopped the loops of ingress and engine for seconds."""
+    limits = FleetLimits((ModelLimits(vocab_size=2000, max_model_len=64, num_blocks=16, block_size=4),))
+
+    def asked(prompts: int, ids: int) -> GenerationJob:
+        plain = job([[7]] * prompts)
+        words = (*((token,) for token in range(200)), (1,) * (ids - 200))
+        edits = {"allowed_token_ids": tuple(range(ids)), "bad_words": words}
+        params = replace(plain.options.params, **{named: edits[named]})
+        return replace(plain, options=replace(plain.options, params=params))
+
+    check_prompts(asked(1024, 256), limits)
+    with pytest.raises(InvalidRequestError, match=rf"1024 entries, and {named} has 257 .* 262144") as caught:
+        check_prompts(asked(1024, 257), limits)
+    assert caught.value.param == named
+
+
 @pytest.mark.parametrize(
     ("fields", "most"),
     [
