@@ -108,17 +108,14 @@ class ChannelSet:
         """Whether any replica can take a request, or one with this requirement, now."""
         return bool(self.fleet.ledger.routable(self.fleet.members, requirement))
 
-    @property
-    def connected(self) -> bool:
-        """Whether attempts can be submitted to all routable replicas on their channels' connections."""
-        stay = [channel for replica, channel in self._channels.items() if replica not in self._leaving]
-        usable = [channel.connected for channel in stay if channel.is_open]
-        return bool(usable) and all(usable)
+    def lacks_connection(self, replica: str) -> bool:
+        """Whether a replica's open channel has no connection of its own, so nothing can be submitted there."""
+        channel = self._channels.get(replica)
+        return channel is not None and channel.is_open and not channel.connected
 
     def unconnected(self) -> list[str]:
-        """Replicas whose open channel has no connection of its own."""
-        channels = self._channels.items()
-        return [replica for replica, channel in channels if channel.is_open and not channel.connected]
+        """Replicas that can be called only through Serve."""
+        return list(filter(self.lacks_connection, self._channels))
 
     def submit(self, route: Route, attempt: int, submission: bytes) -> None:
         """Submit an attempt; if it ends without a final record, the owner's ``on_answer`` is called."""

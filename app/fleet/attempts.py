@@ -23,8 +23,9 @@ from app.fleet.in_flight import InFlightRequest
 from app.fleet.resubmission_budget import ResubmissionBudget
 from app.fleet.scale_from_zero import ReplicaWaiter
 from app.routing.fleet import NotAcceptedError
-from app.routing.ledger import NoRouteError
+from app.routing.ledger import NoRouteError, Route
 from app.routing.policies import Policy
+from app.routing.routing_meta import RoutingMeta
 from engine.errors import ClientLimitError, InvalidRequestError
 
 MAX_ATTEMPTS = 64
@@ -61,7 +62,7 @@ class AttemptRunner:
 
     ``handle`` is the Serve handle of the engine deployment. ``running`` maps the number of each current
     attempt, unique in this process, to its request. If ``serve_chooses`` the replicas, all attempts go through
-    Serve; otherwise only those for which channels lack connections of their own.
+    Serve; otherwise only those to replicas whose channel lacks a connection of its own.
     """
 
     def __init__(
@@ -172,9 +173,7 @@ class AttemptRunner:
         self._ledger.expect(number)
         self._faults.begin(number, request)
         try:
-            if self._channels.connected and not self._serve_chooses:
-                return await self._submit(request, number)
-            return await self._call(request, number)
+            return await self._send(request, number)
         finally:
             del self.running[number]
             booking = self._ledger.booking(number)
@@ -192,17 +191,26 @@ class AttemptRunner:
         if answer is not None and not answer.done():
             answer.set_result(outcome)
 
-    async def _submit(self, request: InFlightRequest, number: int) -> AttemptFailure | None:
-        """Choose a replica and submit the attempt on its channel's connection, on which all else comes back."""
+    async def _send(self, request: InFlightRequest, number: int) -> AttemptFailure | None:
+        """Choose a replica, unless Serve does, and send the attempt there."""
+        meta = request.routing_meta(number)
+        if self._serve_chooses:
+            return await self._call(request, number, meta)
         try:
-            booking = self._channels.fleet.book(request.routing_meta(number))
+            route = self._channels.fleet.book(meta).route
         except NoRouteError as error:
             return AttemptFailure(str(error), fault=False)
+        if self._channels.lacks_connection(route.replica):
+            return await self._call(request, number, route)
+        return await self._submit(request, number, route)
+
+    async def _submit(self, request: InFlightRequest, number: int, route: Route) -> AttemptFailure | None:
+        """Submit the attempt on the connection of its replica's channel, on which all else comes back."""
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         interrupted = asyncio.ensure_future(request.interrupt.wait())
         try:
             submission = wire.pack_submission(request.submission(number))
-            self._channels.submit(booking.route, number, submission)
+            self._channels.submit(route, number, submission)
             await asyncio.wait((answer, interrupted), return_when=asyncio.FIRST_COMPLETED)
             return await self._finish(request, answer.result(), interrupted) if answer.done() else None
         finally:
@@ -212,10 +220,15 @@ class AttemptRunner:
             if left and (held := self._ledger.booking(number)) is not None:
                 self._channels.forget(held.route, [number])  # it may have been resumed on another route
 
-    async def _call(self, request: InFlightRequest, number: int) -> AttemptFailure | None:
-        """Call the engine through Serve, until the attempt ends. Its tokens come on the channel."""
+    async def _call(
+        self, request: InFlightRequest, number: int, meta: Route | RoutingMeta
+    ) -> AttemptFailure | None:
+        """Call the engine through Serve, until the attempt ends. Its tokens come on the channel.
+
+        ``meta`` tells the router where the attempt is booked, or what it needs to choose a replica itself.
+        """
         payload = wire.pack_submission(request.submission(number))
-        call = EngineCall(EngineCalls.generate, self._channels.cid, payload, meta=request.routing_meta(number))
+        call = EngineCall(EngineCalls.generate, self._channels.cid, payload, meta=meta)
         try:
             response = call.send(self._generate)
         except Exception as error:  # noqa: BLE001  (like any failure of a call below)

@@ -1,9 +1,9 @@
 """Which replicas are routable, and how much work is booked on each; a choice and its booking are one step.
 
-There is one ledger for each (process, engine deployment). The router's thread books. The ingress's loop opens
-routes, passes on reports and releases bookings. One lock makes each call atomic: a booking is either made
-before a route closes (and returned by ``close``) or not at all, and each choice of a burst sees the one before
-it.
+There is one ledger for each (process, engine deployment). The ingress's loop opens routes, passes on reports,
+books, and releases bookings. Only if Serve chooses the replicas, the router's thread books. One lock makes each
+call atomic: a booking is either made before a route closes (and returned by ``close``) or not at all, and each
+choice of a burst sees the one before it.
 
 The ledger owns all state: routes and bookings are here, what a choice needs is in ``chooser.py``, which calls a
 pure function (``policies.py``) of views of it.

@@ -38,7 +38,7 @@ class PrefixAffinityRouter(_PinnedCalls, PrefixCacheAffinityRouter):  # type: ig
         return text_of(wire.unpack_submission(pending_request.args[1]).token_ids)
 
     # Between what Ray ranks first, by the length of Serve's queue, as Serve does it itself.
-    _booked = PowerOfTwoRouter._booked
+    _route = PowerOfTwoRouter._route
 
 
 def text_of(tokens: list[int]) -> str:

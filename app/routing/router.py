@@ -1,4 +1,4 @@
-"""Serve's request router for the engine deployment: the ledger's choice, and calls pinned to one replica.
+"""Serve's request routers for the engine deployment: calls whose replica is known, and Serve's own choice.
 
 Serve pickles this module by value (see ``fleet``). Overriding ``_choose_replica_for_request`` replaces Serve's
 queue, which matches requests by an internal id that concurrent calls of one HTTP request share.
@@ -14,11 +14,12 @@ from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequ
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 import app.routing.fleet as fleet
+from app.routing.replica_state import Route
 from app.routing.routing_meta import RoutingMeta
 
 
 class _PinnedCalls(RequestRouter):  # type: ignore[misc]
-    """A call with ``target=`` goes to that replica or fails; subclasses book one with ``meta=``.
+    """A call with ``target=`` goes to that replica or fails; one with ``meta=`` is an attempt.
 
     One with ``wait=`` stays in Serve's queue while there is no replica, so that Serve sees it and starts one.
     """
@@ -65,7 +66,13 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
         if target is not None:
             return self._pinned(target)
         if meta is not None:
-            return await self._booked(pending_request, meta)
+            route = await self._route(pending_request, meta)
+            # All that the engine needs: it refuses an epoch that it does not have.
+            pending_request.kwargs["meta"] = {"epoch": route.epoch}
+            replica = self._member(route.replica)
+            if replica is None:  # one that drains gets no attempts
+                raise fleet.NotAcceptedError(f"engine replica {route.replica} has left")
+            return replica
         while kwargs.get("wait") and not self._replicas:
             self._arrival.clear()
             await self._arrival.wait()
@@ -73,47 +80,43 @@ class _PinnedCalls(RequestRouter):  # type: ignore[misc]
             return replica
         raise fleet.ReplicaGoneError("there is no engine replica")
 
-    async def _booked(self, pending_request: PendingRequest, meta: RoutingMeta) -> RunningReplica:
+    async def _route(self, pending_request: PendingRequest, meta: Any) -> Route:
+        """Where an attempt is booked."""
         raise NotImplementedError
 
     def _pinned(self, target: str) -> RunningReplica:
-        for replica_id, replica in self._replicas.items():
-            if replica_id.unique_id == target:
-                return replica
-        if target in self._draining:
-            return self._draining[target]
-        raise fleet.ReplicaGoneError(f"engine replica {target} is gone")
+        replica = self._member(target) or self._draining.get(target)
+        if replica is None:
+            raise fleet.ReplicaGoneError(f"engine replica {target} is gone")
+        return replica
 
-    def _book(
-        self, pending_request: PendingRequest, meta: RoutingMeta, candidates: dict[str, RunningReplica]
-    ) -> RunningReplica:
-        """Let the ledger choose among ``candidates`` and book, in one step."""
-        booking = self._fleet.book(meta, candidates.keys())
-        # All that the engine needs: it refuses an epoch that it does not have.
-        pending_request.kwargs["meta"] = {"epoch": booking.route.epoch}
-        return candidates[booking.route.replica]
+    def _member(self, name: str) -> RunningReplica | None:
+        for replica_id, replica in self._replicas.items():
+            if replica_id.unique_id == name:
+                return replica
+        return None
 
     def _by_name(self) -> dict[str, RunningReplica]:
         return {replica_id.unique_id: replica for replica_id, replica in self._replicas.items()}
 
 
 class EngineRouter(_PinnedCalls):
-    """The ledger chooses, by its policy."""
+    """The ingress has chosen and booked the replica of each attempt; ``meta`` says where."""
+
+    async def _route(self, pending_request: PendingRequest, meta: Route) -> Route:
+        return meta
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Part of Serve's contract; our choice is made in ``_choose_replica_for_request``."""
+        """Part of Serve's contract; ``_choose_replica_for_request`` does not call it."""
         return [[replica] for replica in candidate_replicas]
-
-    async def _booked(self, pending_request: PendingRequest, meta: RoutingMeta) -> RunningReplica:
-        return self._book(pending_request, meta, self._by_name())
 
 
 class PowerOfTwoRouter(_PinnedCalls, PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Serve's own choice, the shorter of two queues, to be compared with."""
 
-    async def _booked(self, pending_request: PendingRequest, meta: RoutingMeta) -> RunningReplica:
+    async def _route(self, pending_request: PendingRequest, meta: RoutingMeta) -> Route:
         replicas = self._by_name()
         able = self._fleet.ledger.routable(replicas.keys(), meta.requirement)
         usable = set(self._fleet.eligible(able, meta.requirement))
@@ -127,5 +130,5 @@ class PowerOfTwoRouter(_PinnedCalls, PowerOfTwoChoicesRequestRouter):  # type: i
             key=lambda replica: self._replica_queue_len_cache.get(replica.replica_id) or 0,
             default=None,
         )
-        candidates = {} if chosen is None else {chosen.replica_id.unique_id: chosen}
-        return self._book(pending_request, meta, candidates)
+        candidates = () if chosen is None else (chosen.replica_id.unique_id,)
+        return self._fleet.book(meta, candidates).route

@@ -1,4 +1,4 @@
-"""What the router learns of an attempt; passed through Serve as the ``meta`` argument of the call."""
+"""What is known of an attempt that is to be booked. Where Serve's router chooses, it is the call's ``meta``."""
 
 from __future__ import annotations
 

@@ -58,6 +58,25 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
+def calls_through_serve(handle: LoopbackHandle) -> list[Any]:
+    """What Serve's router is told of each attempt that goes through Serve from now on."""
+    seen: list[Any] = []
+    send = handle.generate.remote
+
+    def remote(*arguments: Any, **named: Any) -> Any:
+        seen.append(named["meta"])
+        return send(*arguments, **named)
+
+    handle.generate.remote = remote
+    return seen
+
+
+def connected(client: EngineClient, *but: str) -> bool:
+    """Whether all channels are open and have connections of their own, except those of ``but``."""
+    status = client.status()
+    return set(status["channels"].values()) == {"open"} and set(status["unconnected"]) == set(but)
+
+
 async def collect_all(client: EngineClient, wanted: GenerateRequest) -> list[list[int]]:
     """The tokens of each sequence."""
     outputs: list[list[int]] = [[] for _ in range(wanted.params.n)]

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from app.channel import wire
 from app.channel.channel_hub import ChannelHub
 from app.channel.engine_attempt import run_attempt
 from app.routing import fleet
+from app.routing.replica_state import Route
 from app.routing.requirement import UNKNOWN_BUILD, Build
 from app.routing.routing_meta import RoutingMeta
 from app.routing.timed_set import TimedSet
@@ -308,16 +308,16 @@ class LoopbackHandle:
             )
         return stream
 
-    def _generate(self, cid: str, payload: bytes, *, meta: RoutingMeta) -> LoopbackResponse:
+    def _generate(self, cid: str, payload: bytes, *, meta: Route | RoutingMeta) -> LoopbackResponse:
         async def route_and_run() -> Any:
             await asyncio.sleep(0)  # the router has a loop of its own
-            members = self.fleet.eligible(self.fleet.members, meta.requirement)
-            likely_victims = self.fleet.likely_victims.names()
-            booking = self.fleet.ledger.book(replace(meta, keys=(), sequences=1), members, likely_victims)
-            replica = self.replicas[booking.route.replica]
+            route = meta if isinstance(meta, Route) else self.fleet.book(meta).route
+            if route.replica not in self.fleet.known:
+                raise fleet.NotAcceptedError(f"{route.replica} has left")
+            replica = self.replicas[route.replica]
             if replica.dead:
                 raise ConnectionError("the replica is unavailable")
-            call = replica.run(run_attempt(replica.hub, replica.engine, cid, booking.route.epoch, payload))
+            call = replica.run(run_attempt(replica.hub, replica.engine, cid, route.epoch, payload))
             try:
                 return await LoopbackResponse(call)
             finally:

@@ -21,6 +21,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter
 
 from app.routing import fleet
 from app.routing.ledger import Route
+from app.routing.router import EngineRouter
 from app.routing.routing_meta import RoutingMeta
 
 _apps = itertools.count()
@@ -118,7 +119,10 @@ class ServeRouter:
         return replace(RoutingMeta(f"r{attempt}", attempt, prefill=100, decode=10), **changes)
 
     async def send(self, internal_id: str = "one", **kwargs: Any) -> None:
-        """A call through Serve, until a replica has taken it."""
+        """A call through Serve, until a replica has taken it. For ``EngineRouter``, attempts are booked."""
+        meta = kwargs.get("meta")
+        if isinstance(meta, RoutingMeta) and isinstance(self.router, EngineRouter):
+            kwargs["meta"] = self.fleet.book(meta).route
         metadata = RequestMetadata(request_id="r", internal_request_id=internal_id)
         pending = PendingRequest(args=[], kwargs=kwargs, metadata=metadata, resolved=True)
         await self._serve.route_and_send_request(pending, "response")

@@ -8,7 +8,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from ray.serve import Application
 
 from app import application
 from app.channel import wire
+from app.channel.address import Address
+from app.channel.channel_server import ChannelOwner
+from app.channel.engine_channel import EngineChannel
 from app.config import ServedModel
 from app.replica import EngineReplica
 
@@ -46,7 +49,9 @@ class BreakableReplica(EngineReplica):
         self._most_tokens: int | None = None
         self._computed: list[int] = []  # tokens of each computation since the last order
         self._sampling_s = 0.0
+        self._attempts = self._submitted = 0
         await super().__init__(model)
+        self._server.run = self._counted(self._server.run)
         runner = self._engine._engine.runner  # type: ignore[union-attr]
         runner.run = self._delayed(runner.run)  # type: ignore[method-assign]
         runner.decoder.forward = self._limited(runner.decoder.forward)  # type: ignore[method-assign]
@@ -54,6 +59,7 @@ class BreakableReplica(EngineReplica):
 
     async def generate(self, cid: str, payload: bytes, *, meta: dict[str, int]) -> dict[str, Any]:
         """Run one attempt, and die if it is of a poisonous request."""
+        self._attempts += 1
         if wire.unpack_submission(payload).token_ids[0] == POISON:
             self._loop.call_later(DIES_AFTER_S, self._engine._inbox.put, object())
         return await super().generate(cid, payload, meta=meta)
@@ -69,6 +75,21 @@ class BreakableReplica(EngineReplica):
         """End every channel, as a connection that breaks would."""
         for channel in list(self._hub._channels.values()):
             self._hub.close(channel, "a test cut it")
+
+    async def refuse_connections(self, *, target: str) -> None:
+        """Have channels offer a port on which nothing listens, and end those that have a connection."""
+        expect = self._server.expect
+
+        def expect_elsewhere(channel: EngineChannel, owner: ChannelOwner) -> Address | None:
+            address = expect(channel, owner)
+            return None if address is None else dataclasses.replace(address, port=1)
+
+        self._server.expect = expect_elsewhere  # type: ignore[method-assign]
+        await self.cut_channels(target=target)
+
+    async def attempts(self, *, target: str) -> tuple[int, int]:
+        """How many attempts have come on connections, and how many through Serve."""
+        return self._submitted, self._attempts - self._submitted
 
     async def slow_down(self, seconds: float, *, target: str) -> None:
         """Have each step of the engine take so much longer from now on."""
@@ -86,6 +107,15 @@ class BreakableReplica(EngineReplica):
     async def sampling_s(self, *, target: str) -> float:
         """Processor time that the engine has spent on choosing tokens."""
         return self._sampling_s
+
+    def _counted(
+        self, run: Callable[[str, int, bytes], Awaitable[dict[str, Any]]]
+    ) -> Callable[[str, int, bytes], Awaitable[dict[str, Any]]]:
+        def counted(cid: str, epoch: int, payload: bytes) -> Awaitable[dict[str, Any]]:
+            self._submitted += 1
+            return run(cid, epoch, payload)
+
+        return counted
 
     def _delayed(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def delayed(*how: Any) -> Any:

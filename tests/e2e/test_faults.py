@@ -222,6 +222,39 @@ def streams_of_a_node_that_is_killed_go_on(cluster: BreakableCluster, undisturbe
         remove_placement_group(taken)
 
 
+def test_an_engine_dies_while_another_refuses_connections(
+    cluster: BreakableCluster, undisturbed: list[Outcome]
+) -> None:
+    """Only the attempts to the one that refuses them go through Serve; streams go on from either to either."""
+    cluster.settle(3)
+    blocked, victim, other = cluster.inspect()
+    ways = {state["replica"]: cluster.tell(state["replica"], "attempts") for state in (blocked, other)}
+    cluster.tell(blocked["replica"], "refuse_connections")
+
+    def refused() -> bool:
+        health = cluster.health()
+        return health["unconnected"] == [blocked["replica"]] and set(health["channels"].values()) == {"open"}
+
+    def since(state: dict[str, Any]) -> tuple[int, int]:
+        connected, through_serve = cluster.tell(state["replica"], "attempts")
+        before = ways[state["replica"]]
+        return connected - before[0], through_serve - before[1]
+
+    wait_for(refused, SOON_S, "the replica is still connected")
+    outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.kill(victim["pid"])))
+    check_same(outcomes, undisturbed)
+    (to_blocked, called), (submitted, to_other) = since(blocked), since(other)
+    assert (to_blocked, to_other) == (0, 0)
+    assert min(called, submitted) >= STREAMS // 3
+    wait_for(lambda: gone(victim["pid"]), SOON_S, "Serve still keeps the replica without an engine")
+    cluster.wait_routable(3, timeout_s=SOON_S)
+    assert cluster.health()["unconnected"] == [blocked["replica"]]
+    wait_for(cluster.idle, SOON_S, "requests or blocks are left")
+    cluster.kill(blocked["pid"])  # the tests after this one need one that can be connected to
+    wait_for(lambda: gone(blocked["pid"]), SOON_S, "it is still there")
+    wait_for(lambda: cluster.health()["unconnected"] == [], SOON_S, "it still has a channel")
+
+
 def test_engine_that_is_stuck_inside_is_replaced(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
     victim = cluster.inspect()[0]
     outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.tell(victim["replica"], "stick_engine")))

@@ -402,8 +402,8 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/channel_set.py",
-        "        return bool(usable) and all(usable)",
-        "        return any(usable)",
+        "        return channel is not None and channel.is_open and not channel.connected",
+        "        return False",
         _CONNECTED,
         "attempts are submitted to replicas without a connection, and refused",
     ),

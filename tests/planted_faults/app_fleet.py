@@ -542,6 +542,13 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/attempts.py",
+        "        if self._channels.lacks_connection(route.replica):",
+        "        if self._channels.unconnected():",
+        ("app/fleet/test_partly_connected.py",),
+        "for one replica without a connection, all attempts go through Serve",
+    ),
+    Fault(
+        "app/fleet/attempts.py",
         '        if "defect" in outcome:\n            self.defects += 1\n',
         '        if "defect" in outcome:\n',
         ("app/fleet/test_connected_requests.py",),

@@ -358,4 +358,11 @@ ROUTING: list[Fault] = [
         _CHOOSER,
         "keys that make the choice fail make the way out of it fail, too",
     ),
+    Fault(
+        "app/routing/router.py",
+        "            replica = self._member(route.replica)\n",
+        "            replica = self._pinned(route.replica)\n",
+        ("app/routing/test_router.py",),
+        "a replica that drains gets attempts that were booked there before",
+    ),
 ]

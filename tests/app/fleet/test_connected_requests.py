@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import pytest
-from engine_client_setting import collect, quiet, request, started, until
+from engine_client_setting import calls_through_serve, collect, connected, quiet, request, started, until
 from engine_client_setting import run as run_test
 from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
 from virtual_time import loop_time
@@ -16,6 +16,7 @@ from app.channel.channel_hub import ARRIVAL_S
 from app.channel.ingress_channel import END_S, RECONNECT_S
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import GenerationError, UnavailableError
+from app.routing.routing_meta import RoutingMeta
 from engine.errors import ClientLimitError, InvalidRequestError
 
 CONNECTED = (True,)
@@ -37,19 +38,6 @@ def answering(replica: LoopbackReplica, *outcomes: Any) -> None:
         return dict(outcome)
 
     replica.server.run = answer
-
-
-def calls_through_serve(handle: LoopbackHandle) -> list[Any]:
-    """Attempts that go through Serve from now on."""
-    seen: list[Any] = []
-    send = handle.generate.remote
-
-    def remote(*arguments: Any, **named: Any) -> Any:
-        seen.append(named["meta"].attempt)
-        return send(*arguments, **named)
-
-    handle.generate.remote = remote
-    return seen
 
 
 @pytest.mark.parametrize(
@@ -131,7 +119,7 @@ def test_a_connection_that_breaks_alone_costs_no_token_and_no_attempt() -> None:
             for index, job in enumerate(jobs):
                 assert await job == expected_tokens([index], 5000)
         assert only.hub.inspect()[client._parts.channels.cid]["epoch"] == 5
-        assert client._parts.channels.connected
+        assert client.status()["unconnected"] == []
         assert not through_serve
         assert client._parts.attempts.budget.resubmitted == 0
         await until(lambda: quiet(handle, client))
@@ -159,10 +147,9 @@ def test_where_nothing_listens_attempts_go_through_serve(caplog: pytest.LogCaptu
             assert client.status()["unconnected"] == [only.name]
             job = asyncio.ensure_future(collect(client, request([3], 9000)))
             await asyncio.sleep(RECONNECT_S / 2)
-            assert not client._parts.channels.connected
+            assert client.status()["unconnected"] == [only.name]
             only.server.closed = False
-            await until(lambda: client._parts.channels.connected)
-            assert client.status()["unconnected"] == []
+            await until(lambda: connected(client))
             assert await collect(client, request([4])) == expected_tokens([4], 30)
             calls = len(through_serve)
             assert await job == expected_tokens([3], 9000), "what has begun goes on"
@@ -185,27 +172,8 @@ def test_a_connection_on_which_nothing_arrives_is_given_up() -> None:
         async with stepping(handle):
             assert await collect(client, request([1])) == expected_tokens([1], 30)
         assert loop_time() - began < ARRIVAL_S + END_S + 1.0, "it need not be silent first"
-        assert not client._parts.channels.connected
+        assert client.status()["unconnected"] == [only.name]
         assert client.status()["channels"] == {only.name: "open"}
-        await client.stop()
-
-    run_test(test)
-
-
-def test_beside_a_replica_without_a_connection_all_attempts_go_through_serve() -> None:
-    async def test() -> None:
-        handle = LoopbackHandle(2)
-        server = handle.replicas["replica-0"].server
-        assert server is not None
-        server.closed = True
-        client = EngineClient(handle, unavailable_after_s=60.0)
-        await client.start()
-        await until(lambda: len(handle.fleet.ledger.routable()) == 2)
-        through_serve = calls_through_serve(handle)
-        async with stepping(handle):
-            jobs = [collect(client, request([index])) for index in range(6)]
-            assert await asyncio.gather(*jobs) == [expected_tokens([index], 30) for index in range(6)]
-        assert len(through_serve) == 6
         await client.stop()
 
     run_test(test)
@@ -217,8 +185,8 @@ def test_routers_of_serve_choose_for_attempts_that_go_through_serve() -> None:
         through_serve = calls_through_serve(handle)
         async with stepping(handle):
             assert await collect(client, request([1])) == expected_tokens([1], 30)
-        assert client._parts.channels.connected, "frames and beats take connections all the same"
-        assert len(through_serve) == 1
+        assert connected(client), "frames and beats take connections all the same"
+        assert [type(meta) for meta in through_serve] == [RoutingMeta]
         await client.stop()
 
     run_test(test)

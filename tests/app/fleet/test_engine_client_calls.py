@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,8 @@ from app.channel.engine_channel import UnknownEpochError
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import GenerationError
 from app.routing.fleet import NotAcceptedError
+from app.routing.ledger import Booking, Route
+from app.routing.routing_meta import RoutingMeta
 from engine.errors import ClientLimitError
 from engine.request import CacheNamespace
 
@@ -87,7 +88,7 @@ def test_a_call_that_serve_cancels_is_tried_again() -> None:
         sent = []
 
         def remote(*args: Any, **kwargs: Any) -> Any:
-            sent.append(kwargs["meta"].attempt)
+            sent.append(kwargs["meta"])
             if len(sent) > 1:
                 return send(*args, **kwargs)
             cancelled: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -97,7 +98,7 @@ def test_a_call_that_serve_cancels_is_tried_again() -> None:
         handle.generate.remote = remote
         async with stepping(handle):
             assert await collect(client, request([1])) == expected_tokens([1], 30)
-        assert len(sent) == 2
+        assert sent == [Route("replica-0", 1)] * 2
         await client.stop()
 
     run(test)
@@ -178,14 +179,13 @@ def test_a_request_that_comes_before_any_replica_has_its_keys() -> None:
         client = EngineClient(handle, unavailable_after_s=60.0)
         job = asyncio.ensure_future(collect(client, request(prompt)))
         await until(lambda: client.status()["live_requests"] == 1)
-        send, sent = handle.generate.remote, []
+        book, sent = handle.fleet.book, []
 
-        def remote(*args: Any, **kwargs: Any) -> Any:
-            sent.append(list(kwargs["meta"].keys))
-            return send(*args, **kwargs)
+        def recorded(meta: RoutingMeta) -> Booking:
+            sent.append(list(meta.keys))
+            return book(meta)
 
-        # The client has the handle's method already.
-        client._parts.attempts._generate = SimpleNamespace(remote=remote)
+        handle.fleet.book = recorded  # type: ignore[assignment]
         handle.replicas["kv"] = KvReplica("kv")
         handle.announce("kv")
         async with stepping(handle):

@@ -18,7 +18,7 @@ from serve_router import ServeRouter
 
 from app import config
 from app.routing import fleet
-from app.routing.ledger import NoRouteError
+from app.routing.ledger import NoRouteError, Route
 from app.routing.router import EngineRouter, PowerOfTwoRouter
 
 UNAVAILABLE = ActorUnavailableError("no network", None)
@@ -92,6 +92,25 @@ def test_only_the_epoch_of_the_chosen_route_is_sent_with_the_call() -> None:
         (call,) = serve.replicas["a"].calls
         assert call["meta"] == {"epoch": 1}, "keys would cost more to send than to compute"
         assert serve.fleet.routed == {"a": 1}
+
+    run(test)
+
+
+def test_an_attempt_goes_where_it_is_booked_or_back_to_its_sender() -> None:
+    async def test() -> None:
+        serve = ServeRouter(EngineRouter, "a", "b")
+        for _ in range(3):
+            await serve.send(meta=Route("b", 7))
+        assert serve.sent() == {"a": 0, "b": 3}
+        assert serve.replicas["b"].calls == [{"meta": {"epoch": 7}}] * 3
+        serve.announce("a")
+        with pytest.raises(fleet.NotAcceptedError, match="engine replica b has left"):
+            await serve.send(meta=Route("b", 7))
+        await serve.send(target="b")
+        assert serve.sent() == {"a": 0, "b": 4}, (
+            "while it drains, calls of its channel reach it, and no attempts"
+        )
+        assert serve.fleet.routed == {}, "it has been counted where it was booked"
 
     run(test)
 

@@ -6,8 +6,7 @@ The table in docs/routing.md says which failure each test stands for, and where 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from loopback import LoopbackHandle, LoopbackResponse, expected_tokens, stepping
 from app.fleet import attempts
 from app.fleet.engine_client import EngineClient
 from app.fleet.generation import GenerateRequest
+from app.routing.ledger import Booking, Route
 from app.routing.routing_meta import RoutingMeta
 from engine.kv.block_keys import KeyScheme
 from engine.request import CacheNamespace
@@ -26,13 +26,13 @@ from engine.sampling_params import SamplingParams
 
 
 class Recorded:
-    """A client of replicas with prefix caches; ``sent`` is what the router is told of each attempt."""
+    """A client of replicas with prefix caches; ``sent`` is what each choice of a replica is told."""
 
     def __init__(self, replicas: int) -> None:
         self.handle = LoopbackHandle(0)
         self.sent: list[RoutingMeta] = []
-        self._call = self.handle.generate.remote
-        self.handle.generate = SimpleNamespace(remote=self._generate)
+        self._book = self.handle.fleet.book
+        self.handle.fleet.book = self._recorded  # type: ignore[method-assign]
         for number in range(replicas):
             self.add(f"kv-{number}")
         self.client = EngineClient(self.handle, unavailable_after_s=60.0)
@@ -41,9 +41,9 @@ class Recorded:
         self.handle.replicas[name] = KvReplica(name)
         self.handle.announce(*(name for name, replica in self.handle.replicas.items() if not replica.dead))
 
-    def _generate(self, cid: str, payload: bytes, *, meta: RoutingMeta) -> LoopbackResponse:
+    def _recorded(self, meta: RoutingMeta, candidates: Collection[str] | None = None) -> Booking:
         self.sent.append(meta)
-        return self._call(cid, payload, meta=meta)
+        return self._book(meta, candidates)
 
     async def started(self) -> None:
         await self.client.start()
@@ -124,19 +124,18 @@ def test_a_replica_that_refuses_what_it_was_chosen_for_costs_no_request_while_ot
 
     async def test() -> None:
         setting = Recorded(3)
-        take = setting._call
+        take = setting.handle.generate.remote
 
-        def refuse_first(cid: str, payload: bytes, *, meta: RoutingMeta) -> LoopbackResponse:
+        def refuse_first(cid: str, payload: bytes, *, meta: Route) -> LoopbackResponse:
             async def refuse() -> dict[str, Any]:
-                booking = setting.handle.fleet.ledger.book(replace(meta, keys=()))
-                refused.append(booking.route.replica)
+                refused.append(meta.replica)
                 return {"refused": "it is full"}
 
-            if meta.avoid:
+            if setting.sent[-1].avoid:
                 return take(cid, payload, meta=meta)
             return LoopbackResponse(asyncio.get_running_loop().create_task(refuse()))
 
-        setting._call = refuse_first
+        setting.handle.generate = SimpleNamespace(remote=refuse_first)
         await setting.started()
         async with stepping(setting.handle):
             made = await asyncio.gather(
