@@ -60,7 +60,7 @@ class LoadReporter:
     def read(self) -> EngineLoad:
         """The load now; 50 ns for each running sequence, and what the pending prefill costs.
 
-        Where slots or blocks are scarce, expected ends cost 0.2 ms or more, at most every :data:`ENDS_EVERY_S`.
+        Where slots or blocks are scarce, expected ends cost 0.3 ms or more, at most every :data:`ENDS_EVERY_S`.
         """
         state, pool = self._state, self._state.pool
         ends = self._expected_ends()
@@ -92,6 +92,7 @@ class LoadReporter:
                 Running(each.num_generated, max(each.max_total_tokens - len(each.token_ids), 1))
                 for each in state.running
             ]
+            state.output_lengths.adapt(len(running))
             following = state.waiting[: len(running)]
             limits = [each.max_total_tokens - each.output_start for each in following]
             self._ends, self._ends_age_s = slot_ends(running, state.output_lengths, limits), 0.0

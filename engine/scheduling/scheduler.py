@@ -196,6 +196,8 @@ class Scheduler:
             elif outcome is not None:
                 deltas += self._count_finished(self._groups.advance(sequence, outcome))
         self._outcomes.generated_tokens += appended
+        if samples:
+            state.output_lengths.passed(1.0 + plan.accepted_tokens / samples)
         self._drafted_tokens += plan.drafted_tokens
         self._accepted_tokens += plan.accepted_tokens
         self._latency.committed(deltas)

@@ -1,22 +1,30 @@
 """When running sequences end, by how many tokens they have made and may make, and how long outputs have been.
 
 An output ends by itself or at its limit. One that ended at its limit says only that it would have been longer,
-so the share of outputs that go on beyond a length is estimated as by Kaplan and Meier (JASA 1958). A running
-sequence ends by itself, as these shares say, or at its own limit. So a change of limits shows at once.
+and one that runs, that it will be. So the share of outputs that go on beyond a length is estimated as by Kaplan
+and Meier (JASA 1958), and longer outputs show before they end. A running sequence ends by itself, as these
+shares say, or at its own limit. So a change of limits shows at once.
+
+Only what was made since the oldest of the known outputs ended counts (delayed entry): before that, others ended
+that are not known any more, and sequences that live long would be over-represented.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
+from copy import copy
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import NamedTuple
 
 WINDOW = 128
-"""Outputs whose lengths are remembered, the last ones: with more, a change of lengths shows later."""
+"""Outputs whose lengths are remembered at most, the last ones: with more, a change of lengths shows later."""
+
+FEWEST, PER_RUNNING = 32, 4
+"""The same where fewer run: so many, and so many for each that runs. A change shows after as many turns."""
 
 ENOUGH = 16
 """Fewer lengths say too little."""
@@ -29,21 +37,44 @@ _HALVINGS, _FIRST_CELLS = 8, 4
 _WIDER, _NEGLIGIBLE = 1.5, 0.01
 
 
+class Output(NamedTuple):
+    """One that ended by itself or at its limit."""
+
+    tokens: int
+    at_limit: bool
+    ended: float
+    """By the clock of its :class:`OutputLengths`."""
+
+
 class OutputLengths:
-    """The lengths in tokens of the last outputs that ended by themselves or at their limit."""
+    """The lengths in tokens of the last outputs that ended by themselves or at their limit.
+
+    ``clock`` is in tokens that a sequence has made which ran all the time.
+    """
 
     def __init__(self) -> None:
-        self.sorted: list[tuple[int, bool]] = []
-        """Length, and whether it was the limit."""
-        self._recent: deque[tuple[int, bool]] = deque()
+        self.recent: deque[Output] = deque()
+        self.clock = 0.0
+        self.since = -math.inf
+        """The last output that is forgotten ended then."""
+
+    def passed(self, tokens: float) -> None:
+        """Sequences have made so many tokens each."""
+        self.clock += tokens
 
     def add(self, tokens: int, at_limit: bool = False) -> None:
         """Take in an output and forget the oldest if there are too many."""
-        output = (tokens, at_limit)
-        self._recent.append(output)
-        insort(self.sorted, output)
-        if len(self._recent) > WINDOW:
-            del self.sorted[bisect_left(self.sorted, self._recent.popleft())]
+        self.recent.append(Output(tokens, at_limit, self.clock))
+        self._forget(WINDOW)
+
+    def adapt(self, running: int) -> None:
+        """Remember no more outputs than tell how long those are that run now."""
+        self._forget(max(PER_RUNNING * running, FEWEST))
+
+    def _forget(self, most: int) -> None:
+        """Forget the oldest outputs if there are more."""
+        while len(self.recent) > most:
+            self.since = self.recent.popleft().ended
 
 
 class SlotEnds(NamedTuple):
@@ -69,23 +100,41 @@ class Running(NamedTuple):
 class _Law:
     """The share of outputs that go on beyond a length, if they have no limit."""
 
-    def __init__(self, known: Sequence[tuple[int, bool]], running: Sequence[Running]) -> None:
-        self._lengths = [length for length, _ in known]
+    def __init__(self, lengths: OutputLengths, running: Sequence[Running]) -> None:
+        known, since = lengths.recent, lengths.since
+        past = lengths.clock - since
+        # Tokens, whether it is longer or would be without its limit, and tokens that it had made when it was
+        # first observed: fewer than its tokens if it ended.
+        observed = [
+            (tokens, at_limit, max(tokens - max(ended - since, 1.0), 0.0)) for tokens, at_limit, ended in known
+        ]
+        observed += [(made, True, made - past if made > past else 0.0) for made, _ in running]
+        observed.sort()
+        entries = sorted([entry for _, _, entry in observed])
+        self._lengths = [tokens for tokens, _, _ in observed]
         self._shares = [1.0]  # before the first of the lengths, between it and the second, ...
-        share, left = 1.0, len(known)
-        for _, at_limit in known:
-            left -= 1
-            if not at_limit:
-                share *= left / (left + 1)
+        share = 1.0
+        for place, (tokens, goes_on, _) in enumerate(observed):
+            if not goes_on:
+                at_risk = bisect_left(entries, tokens) - place
+                share *= (at_risk - 1) / at_risk
             self._shares.append(share)
         self._last = self._lengths[-1]
         # If all known outputs ended at their limits, nothing ends by itself.
-        tail = [length for length, at_limit in known if not at_limit][-_TAIL:]
+        tail = [tokens for tokens, goes_on, _ in observed if not goes_on][-_TAIL:]
         begin = tail[0] if len(tail) == _TAIL else 0
-        beyond = sum([length - begin for length in self._lengths[bisect_left(self._lengths, begin) :]])
+        later = observed[bisect_left(self._lengths, begin) :]
+        beyond = sum([max(tokens - max(entry, begin), 0.0) for tokens, _, entry in later])
+        self._excess = max(beyond / len(tail) if tail else math.inf, 1.0)
         # Sequences that are longer than all known outputs say together how far beyond these the next end is.
-        ahead = sum([one.made - self._last for one in running if one.made > self._last])
-        self._excess = max(beyond / len(tail) if tail else math.inf, float(ahead), 1.0)
+        longest = max([output.tokens for output in known])
+        self._ahead = float(sum([one.made - longest for one in running if one.made > longest]))
+
+    def until_next(self) -> _Law:
+        """The law for the next end alone."""
+        law = copy(self)
+        law._excess = max(self._excess, self._ahead)
+        return law
 
     def beyond(self, tokens: float) -> float:
         """The share; 0 if it is unknown because all known outputs ended before by themselves."""
@@ -128,17 +177,15 @@ def slot_ends(running: Iterable[Running], lengths: OutputLengths, next_limits: I
     """What to expect of running sequences if outputs without limits are as long as the known ones.
 
     ``next_limits`` are the most tokens that each of the next sequences may make, by default as many as those
-    that run. Takes 0.2 ms, and 0.5 us for each sequence.
+    that run. Takes 0.3 ms, and 1 us for each sequence.
     """
-    known = lengths.sorted
     each = sorted(running, reverse=True)
-    if len(known) < ENOUGH or not each:
+    if len(lengths.recent) < ENOUGH or not each:
         return SlotEnds()
-    law = _Law(known, each)
-    groups = _grouped(each, law)
+    law = _Law(lengths, each)
     limits = sorted(next_limits) or sorted([one.made + one.left for one in each])
-    first = _first_end(groups)
-    half, last = _later_ends(groups, _Group(law, 0, limits))
+    first = _first_end(_grouped(each, law.until_next()))
+    half, last = _later_ends(_grouped(each, law), _Group(law, 0, limits))
     return SlotEnds(first, max(half, first), max(last, first))
 
 

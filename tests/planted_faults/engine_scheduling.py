@@ -117,7 +117,7 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/slot_ends.py",
-        "            if not at_limit:\n",
+        "            if not goes_on:\n",
         "            if True:\n",
         ("engine/scheduling/test_slot_ends.py",),
         "outputs are taken to end by themselves where their limits were",
@@ -128,6 +128,34 @@ SCHEDULING: list[Fault] = [
         "        if tokens < math.inf:\n",
         ("engine/scheduling/test_slot_ends.py",),
         "sequences are expected to run beyond their limits",
+    ),
+    Fault(
+        "engine/scheduling/slot_ends.py",
+        "made - past if made > past else 0.0",
+        "0.0",
+        ("engine/scheduling/test_slot_ends.py",),
+        "sequences that run count for what they made before the known outputs ended",
+    ),
+    Fault(
+        "engine/scheduling/slot_ends.py",
+        "max(tokens - max(ended - since, 1.0), 0.0)",
+        "0.0",
+        ("engine/scheduling/test_slot_ends.py",),
+        "outputs count for what they made before the oldest known one ended",
+    ),
+    Fault(
+        "engine/scheduling/scheduler.py",
+        "passed(1.0 + plan.accepted_tokens / samples)",
+        "passed(1.0)",
+        ("engine/scheduling/test_speculation.py",),
+        "what running sequences made since an output ended leaves out right guesses",
+    ),
+    Fault(
+        "engine/scheduling/load_report.py",
+        "            state.output_lengths.adapt(len(running))\n",
+        "",
+        ("engine/scheduling/test_load_report.py",),
+        "where few run, a change of their lengths shows after many turns",
     ),
     Fault(
         "engine/scheduling/load_report.py",

@@ -1,119 +1,30 @@
-"""The expected wait against the real one, in simulated time: the engine's scheduler behind the real ledger."""
+"""The expected wait against the real one, in simulated time: the engine's scheduler behind the real ledger.
+
+``--log-cli-level=INFO`` shows the figures.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
+import math
+from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import NamedTuple
+from statistics import mean
 
 import pytest
+from waiting_support import BLOCK, BUDGET, COST, Ask, Line, Wait
 
-from app.routing.ledger import Ledger, Route
-from app.routing.routing_meta import RoutingMeta
-from engine.request import Request
-from engine.sampling_params import SamplingParams
-from engine.scheduling.candidates import Candidates
-from engine.scheduling.step import StepPlan
-from loadtests.experiments.simulated_replica import ReplicaConfig, SimulatedReplica, StepCost
+from loadtests.experiments.simulated_replica import ReplicaConfig
 
-COST = StepCost(base=0.02, prefill_token=0.0002, decode_row=0.001, context_token=1e-6)
-BLOCK, BUDGET = 16, 256
+logger = logging.getLogger(__name__)
+
 FACTOR = 1.5
 """By which the expected wait may differ from the real one, on average in each regime."""
 LATER_S = 0.05
 """From an answer to the next request of the same client, at most."""
-
-
-class Ask(NamedTuple):
-    """A request: its prompt, and how many tokens each of its sequences makes."""
-
-    prompt: list[int]
-    output: int
-    sequences: int = 1
-
-
-class Wait(NamedTuple):
-    """In seconds, as expected when a request came, and as it was until something was computed for it."""
-
-    expected: float
-    real: float
-
-
-@dataclass
-class Coming:
-    ask: Ask
-    arrived: float
-    expected: float
-    left: int
-    began: float | None = None
-
-
-class Line:
-    """One replica, and the ledger of an ingress that hears of each step; another sends ``foreign`` requests."""
-
-    def __init__(self, config: ReplicaConfig) -> None:
-        self.now = 1000.0
-        self.replica = SimulatedReplica(config)
-        self.ledger = Ledger(clock=lambda: self.now)
-        self._route = Route(self.replica.name, 1)
-        self._tokens = itertools.count(2**31)
-        self._coming: dict[str, Coming] = {}
-        self.ledger.open(self._route)
-        self._report()
-
-    def ask(self, ask: Ask, foreign: bool) -> None:
-        number = len(self._coming) + 1
-        name, wait = str(number), self.ledger.expected_wait([self.replica.name])
-        assert wait is not None
-        if not foreign:
-            most = ask.output * ask.sequences
-            meta = RoutingMeta(name, number, len(ask.prompt), most, sequences=ask.sequences)
-            self.ledger.expect(number)
-            self.ledger.book(meta)
-        self._coming[name] = Coming(ask, self.now, wait.seconds, ask.sequences)
-        params = SamplingParams(max_tokens=ask.output, ignore_eos=True, n=ask.sequences)
-        self.replica.add(Request(name, ask.prompt, params, arrival=self.now), attempt=number)
-
-    def step(self) -> int:
-        """Run a step; the number of requests that end with it."""
-        seconds = self.replica.begin_step()
-        assert seconds is not None
-        assert self.replica.plan is not None
-        for chunk in self.replica.plan.chunks:
-            one = self._coming[chunk.sequence.request_id]
-            if one.began is None:
-                one.began = self.now
-        self.now += seconds
-        ended = 0
-        for delta in self.replica.end_step(self._sampled(self.replica.plan)):
-            number, one = int(delta.request_id), self._coming[delta.request_id]
-            self.ledger.first_token(number)
-            if delta.finish_reason is not None:
-                one.left -= 1
-                if not one.left:
-                    self.ledger.release(number, one.ask.output)
-                    ended += 1
-        self._report()
-        return ended
-
-    def waits(self) -> list[Wait]:
-        return [Wait(one.expected, (one.began or self.now) - one.arrived) for one in self._coming.values()]
-
-    def _sampled(self, plan: StepPlan) -> list[int | Candidates]:
-        made: list[int | Candidates] = []
-        for chunk in plan.chunks:
-            if chunk.samples:
-                group = chunk.sequence.group
-                draws = 1 if group is None or group.forked else group.params.n
-                tokens = tuple(itertools.islice(self._tokens, draws))
-                made.append(tokens[0] if draws == 1 else Candidates(tokens, (-1.0,) * draws))
-        return made
-
-    def _report(self) -> None:
-        assert self.ledger.report(self._route, self.replica.load())
 
 
 def flood(
@@ -136,6 +47,10 @@ def flood(
     while line.replica.scheduler.has_work():
         line.step()
     return line.waits()[2 * clients :]
+
+
+def means(waits: list[Wait]) -> tuple[float, float]:
+    return mean(wait.expected for wait in waits), mean(wait.real for wait in waits)
 
 
 def asks(*lengths: int, output: int = 32, shared: int = 0, sequences: int = 1) -> Callable[[Random], Ask]:
@@ -165,10 +80,10 @@ REGIMES = {
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_the_expected_wait_is_the_real_one(regime: str) -> None:
-    waits = REGIMES[regime]()
-    real = sum(wait.real for wait in waits) / len(waits)
+    expected, real = means(REGIMES[regime]())
+    logger.info("%s: expected %.2g s, real %.2g s", regime, expected, real)
     assert real > 0.5, "nobody waits"
-    assert 1 / FACTOR < sum(wait.expected for wait in waits) / len(waits) / real < FACTOR
+    assert 1 / FACTOR < expected / real < FACTOR
 
 
 def test_where_there_is_room_nobody_waits() -> None:
@@ -231,7 +146,9 @@ TOGETHER = {
 @pytest.mark.parametrize("case", TOGETHER)
 def test_the_expected_wait_is_the_real_one_where_streams_began_together(case: str) -> None:
     waits = TOGETHER[case]()
-    assert sum(wait.real for wait in waits) / len(waits) > 0.1, "nobody waits"
+    expected, real = means(waits)
+    logger.info("began together, %s: expected %.2g s, real %.2g s", case, expected, real)
+    assert real > 0.1, "nobody waits"
     for wait in waits:
         assert wait.expected == pytest.approx(wait.real, rel=0.15, abs=0.15)
 
@@ -247,3 +164,52 @@ def test_the_expected_wait_is_the_real_one_once_requests_may_make_more_tokens() 
         real = sum(wait.real for wait in part) / clients
         assert real > 5.0, "nobody waits for the longer ones"
         assert 1 / FACTOR < sum(wait.expected for wait in part) / clients / real < FACTOR
+
+
+LENGTHS: dict[str, Callable[[Random, int], int]] = {
+    "alike": lambda random, mean: max(1, int(random.gauss(mean, mean / 5))),
+    "exponential": lambda random, mean: 1 + int(random.expovariate(1 / mean)),
+    "heavy": lambda random, mean: min(1 + int(random.lognormvariate(math.log(mean) - 0.72, 1.2)), 4_000),
+}
+SHORT, LONG = 50, 500
+"""Tokens of an output, which ends by itself, on average before the change and after it."""
+
+
+@pytest.mark.parametrize("law", LENGTHS)
+@pytest.mark.parametrize(("clients", "seqs"), [(24, 8), (40, 32)])
+def test_the_expected_wait_follows_outputs_that_become_longer(law: str, clients: int, seqs: int) -> None:
+    """At each moment of the time of some long outputs: few have ended, and ``max_tokens`` says nothing."""
+    line, random = Line(ReplicaConfig(COST, 4096, BLOCK, BUDGET, max_num_seqs=seqs)), Random(1)
+    due, left, changed = [line.now] * clients, 4 * clients, math.inf
+    moments: list[tuple[float, float, int]] = []  # when, the expected wait, and how many wait
+    length = SHORT
+    longest = LONG * COST.step(0, seqs, 0)
+    while line.now < changed + 3.0 * longest:
+        due.sort()
+        while due and due[0] <= line.now:
+            due.pop(0)
+            left -= 1
+            if left == 0:
+                length, changed = LONG, line.now
+            prompt = asks(20)(random).prompt
+            line.ask(Ask(prompt, LENGTHS[law](random, length), limit=4_096), foreign=False)
+        due += [line.now + LATER_S * random.random() for _ in range(line.step())]
+        if line.now > changed and (not moments or line.now > moments[-1][0] + 0.5):
+            wait = line.ledger.expected_wait([line.replica.name])
+            assert wait is not None
+            moments.append((line.now, wait.seconds, len(line.replica.scheduler.state.waiting)))
+    while line.replica.scheduler.has_work():
+        line.step()
+    starts = sorted(one.began for one in line.coming.values() if one.began is not None)
+    waits: list[list[Wait]] = [[], [], []]  # in the time of each long output
+    for when, expected, waiting in moments:
+        place = bisect_right(starts, when) + waiting  # of one that comes now: after all that wait
+        if place < len(starts):
+            waits[int((when - changed) / longest)].append(Wait(expected, starts[place] - when))
+    ratios = []
+    for part in waits:
+        expected, real = means(part)
+        logger.info("longer, %s, %d slots: expected %.2g s, real %.2g s", law, seqs, expected, real)
+        ratios.append(expected / real)
+    assert all(ratio < 2.0 for ratio in ratios)
+    assert ratios[2] > 0.5

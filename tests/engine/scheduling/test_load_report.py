@@ -9,7 +9,7 @@ from engine.request import Request
 from engine.scheduling.load_report import ENDS_EVERY_S, LoadReporter
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SequenceState
-from engine.scheduling.slot_ends import ENOUGH
+from engine.scheduling.slot_ends import ENOUGH, FEWEST, WINDOW
 from engine.scheduling.step import StepTiming
 
 
@@ -261,4 +261,20 @@ def test_outputs_that_were_cut_short_say_nothing_of_ends() -> None:
         setting.add(make_request(f"cut{number}", [number % 50, 49], max_tokens=20, ignore_eos=True))
         setting.step()
         setting.scheduler.abort(f"cut{number}")
-    assert setting.scheduler.state.output_lengths.sorted == [(20, True)] * ENOUGH
+    known = [output[:2] for output in setting.scheduler.state.output_lengths.recent]
+    assert known == [(20, True)] * ENOUGH
+
+
+def test_where_few_run_their_lengths_follow_from_few_outputs() -> None:
+    """With as many as where many run, a change of lengths would show after many turns."""
+    setting = Setting(max_num_seqs=2, num_blocks=256)
+    lengths = setting.scheduler.state.output_lengths
+    for tokens in range(1, WINDOW + 1):
+        lengths.passed(1.0)
+        lengths.add(tokens)
+    for name in "abc":
+        setting.add(make_request(name, [ord(name) % 40] * 4, max_tokens=100, ignore_eos=True))
+    setting.step()
+    assert setting.reporter.read().first_end > 0.0
+    assert [output.tokens for output in lengths.recent] == [*range(WINDOW + 1 - FEWEST, WINDOW + 1)]
+    assert lengths.since == WINDOW - FEWEST

@@ -28,10 +28,15 @@ FAR = 10**6
 
 
 def known(*lengths: int, limit: int = FAR) -> OutputLengths:
-    """Outputs that would have these lengths without the limit."""
+    """Outputs that would have these lengths without the limit.
+
+    What runs made its tokens before they were observed, so it says nothing of lengths.
+    """
     outputs = OutputLengths()
+    outputs.passed(FAR)
     for length in lengths:
         outputs.add(min(length, limit), length >= limit)
+    outputs.since = outputs.clock = 0.0
     return outputs
 
 
@@ -47,7 +52,7 @@ def drawn(law: str, limit: int = FAR) -> OutputLengths:
 def real(running: list[Running], lengths: OutputLengths) -> SlotEnds:
     """The means over draws of the lengths, each that ends being replaced by one with the same limit."""
     random, first, half, last = Random(2), [], [], []
-    free = [length for length, _ in lengths.sorted]
+    free = [length for length, _, _ in lengths.recent]
     for _ in range(600):
         heap = [
             (min(random.choice([one for one in free if one > made]) - made, left), made + left)
@@ -66,7 +71,7 @@ def real(running: list[Running], lengths: OutputLengths) -> SlotEnds:
 
 
 def average(lengths: OutputLengths) -> float:
-    return mean(length for length, _ in lengths.sorted)
+    return mean(length for length, _, _ in lengths.recent)
 
 
 AGES = {
@@ -207,4 +212,67 @@ def test_the_last_lengths_are_known(lengths: list[tuple[int, bool]]) -> None:
     outputs = OutputLengths()
     for length, at_limit in lengths:
         outputs.add(length, at_limit)
-    assert outputs.sorted == sorted(lengths[-WINDOW:])
+    assert [output[:2] for output in outputs.recent] == lengths[-WINDOW:]
+
+
+class Slots:
+    """Slots that are always taken: all outputs so far, and what runs."""
+
+    def __init__(self, count: int, draw: Callable[[], int]) -> None:
+        self.lengths = OutputLengths()
+        self.running = [[0, draw()] for _ in range(count)]
+        self.draw = draw
+        self.ended = 0
+
+    def step(self) -> None:
+        for one in self.running:
+            one[0] += 1
+            if one[0] == one[1]:
+                self.lengths.add(one[0])
+                self.ended += 1
+                one[:] = [0, self.draw()]
+        self.lengths.passed(1.0)
+
+    def expected(self) -> SlotEnds:
+        return slot_ends([Running(made, FAR - made) for made, _ in self.running], self.lengths)
+
+
+@pytest.mark.parametrize("count", [8, 64, 384])
+@pytest.mark.parametrize("law", ["alike", "uniform", "exponential", "two"])
+def test_what_runs_does_not_seem_longer_than_it_is(law: str, count: int) -> None:
+    """Outputs stay as they are; with more slots, fewer of the known ones began after the oldest had ended."""
+    random = Random(1)
+    slots = Slots(count, lambda: LAWS[law](random))
+    for _ in range(1_000):
+        slots.step()
+    expected, asked_at = [], []
+    ends: list[int] = []  # how many outputs have ended after each step
+    for step in range(1_500):
+        if step < 1_000 and step % 10 == 0:
+            expected.append(slots.expected())
+            asked_at.append(step)
+        before = slots.ended
+        slots.step()
+        ends += [step + 1] * (slots.ended - before)
+    turns = [[end for end in ends if end > step][:count] for step in asked_at]
+    assert mean(one.half for one in expected) == pytest.approx(
+        mean(turn[count // 2 - 1] - step for turn, step in zip(turns, asked_at, strict=True)), rel=0.2
+    )
+    assert mean(one.all for one in expected) == pytest.approx(
+        mean(turn[-1] - step for turn, step in zip(turns, asked_at, strict=True)), rel=0.2
+    )
+
+
+def test_sequences_that_run_show_that_outputs_have_become_longer() -> None:
+    """None of the longer ones has ended; a few long ones were known before."""
+    random, most = Random(1), 50
+    slots = Slots(64, lambda: most if random.random() < 0.97 else 600)
+    for _ in range(1_000):
+        slots.step()
+    assert slots.expected().all < 100
+    most = 500
+    for _ in range(150):
+        slots.step()
+    ends = slots.expected()
+    assert ends.half > 250  # they have 350 left, as far as they are not the few
+    assert ends.all > 300

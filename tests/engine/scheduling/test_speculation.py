@@ -204,10 +204,13 @@ def test_each_fork_guesses_for_itself() -> None:
 def test_the_time_of_a_step_is_that_of_a_token_of_each_sequence() -> None:
     scheduler, _ = decoding(Speculation(3))
     reporter = LoadReporter(scheduler.state, prefill_rate=1.0)
+    lengths = scheduler.state.output_lengths
+    before = lengths.clock
     plan = scheduler.schedule()
     scheduler.commit(plan, [(4, 5, 6, 9)])
     reporter.stepped(plan, 0.5)
     assert reporter.read().step_seconds == 0.125
+    assert lengths.clock - before == 4.0
 
 
 def test_rejected_kv_is_not_found() -> None:
