@@ -61,7 +61,12 @@ class Instance:
         self._owner: int | None = None
         try:
             remove_orphans(PLACE)
-            _check_room()
+            lack = lack_of_room()
+            if lack is not None:
+                raise ConfigError(
+                    f"{lack}; delete files, or mount a larger file system as {PLACE} (no option moves them, "
+                    "because paths of sockets must be short)"
+                )
             self.folder, self._owner = _make_folder()
             try:
                 self.stats_port = self.ports.take()
@@ -194,14 +199,12 @@ def remove_orphans(place: Path) -> list[Path]:
     return orphans
 
 
-def _check_room() -> None:
+def lack_of_room() -> str | None:
+    """What ``PLACE`` lacks, if it has less than ``ROOM``."""
     free = shutil.disk_usage(PLACE).free
-    if free < ROOM:
-        raise ConfigError(
-            f"{PLACE} has {format_bytes(free)} free, but Ray's sockets and logs need {format_bytes(ROOM)} "
-            f"there; delete files, or mount a larger file system as {PLACE} (no option moves them, because "
-            "paths of sockets must be short)"
-        )
+    if free >= ROOM:
+        return None
+    return f"{PLACE} has {format_bytes(free)} free, but Ray's sockets and logs need {format_bytes(ROOM)} there"
 
 
 def _open_lock(folder: Path) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +12,10 @@ from app import config
 from app.api.keys import KeyFile
 from app.launch import model_store, serving
 from app.launch.access import check_access
-from app.launch.instance import Instance
+from app.launch.instance import Instance, lack_of_room
 from app.launch.local_server import LocalServer
 from app.launch.preflight import check_memory_of_models, check_port, naming
-from app.launch.terminal import ReplicaWatch, Say, announce, shared_cores
+from app.launch.terminal import ReplicaWatch, RoomWatch, Say, announce, shared_cores
 from engine.devices import usable_cores
 from engine.errors import ConfigError
 
@@ -82,8 +83,10 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
             say(f"  Ray's logs, until it stops: {instance.ray_folder}")
             say("  stop with Ctrl-C")
         watch = ReplicaWatch(sum(ready.values()), say)
+        room = RoomWatch(say)
         while not stop.wait(WATCH_EVERY_S):
             watch.update(server.ready())
+            room.update(lack_of_room(), time.monotonic())
             server.attend()
         say("stopping (up to half a minute) ...")
     except KeyboardInterrupt:

@@ -203,6 +203,23 @@ def test_replicas_that_come_and_go_are_told_once() -> None:
     assert said == ["engine replicas: 1 -> 2", "engine replicas: 2 -> 0"]
 
 
+def test_files_without_room_are_told_once_a_minute() -> None:
+    said: list[str] = []
+    watch = terminal.RoomWatch(said.append)
+    for now, lack in (
+        (0, None),
+        (10, "A"),
+        (20, "B"),
+        (69, "C"),
+        (70, "D"),
+        (80, None),
+        (90, None),
+        (100, "E"),
+    ):
+        watch.update(lack, float(now))
+    assert [line.split(";")[0] for line in said] == ["A", "D", "there is room for Ray's logs again", "E"]
+
+
 @pytest.mark.parametrize(
     ("health", "replicas", "started"),
     [
@@ -685,6 +702,25 @@ def test_warnings_about_options_are_told_once(
     application.build({"scaling_shadow": "true"})
     assert [message for message in caplog.messages if message in told] == told
     assert len(built) == 2
+
+
+def test_a_server_watches_the_room_for_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it serves, ``/tmp`` may be filled by others: Ray's logs, and with them the server's, then end."""
+
+    def attend(self: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher.model_store, "resolve", lambda name: tmp_path)
+    monkeypatch.setattr(launcher, "check_memory_of_models", lambda *_: [preflight.Fit("bfloat16", None, 1)])
+    for name in ("start", "deploy", "ready", "proxy"):
+        monkeypatch.setattr(local_server.LocalServer, name, lambda self, *given: {} if given else None)
+    monkeypatch.setattr(local_server.LocalServer, "attend", attend)
+    monkeypatch.setattr(launcher, "announce", lambda *_: None)
+    monkeypatch.setattr(launcher, "WATCH_EVERY_S", 0.001)
+    monkeypatch.setattr(launcher, "lack_of_room", lambda: "too little")
+    said: list[str] = []
+    launcher.serve_here({"port": str(free_port())}, said.append)
+    assert [line.split(";")[0] for line in said[-2:]] == ["too little", "stopping (up to half a minute) ..."]
 
 
 def test_options_may_follow_switches(capsys: pytest.CaptureFixture[str]) -> None:
