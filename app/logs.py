@@ -93,6 +93,15 @@ class _Warnings:
 class _Handler(logging.StreamHandler[Any]):
     """Ours, so that a second :func:`configure` finds the handler of the first."""
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A line for which there is no room is lost, and the request goes on.
+
+        By default that is written to ``sys.stderr``: in a replica Serve's log, mostly on the same file system,
+        which fails in turn and reports that there, until the recursion is too deep and the request fails.
+        """
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
 
 def replica_name(deployment: str) -> str:
     """``engine:k3x8``: the deployment and Serve's id of this replica; outside a replica, the process ID."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import re
@@ -99,3 +100,22 @@ def test_the_level_holds_for_all_of_quire_and_a_second_setup_replaces_the_first(
         ("engine.x", "shown"),
         ("kernels.x", "shown"),
     ]
+
+
+def test_a_line_without_room_is_lost_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's log takes the place of ``sys.stderr``; it is on the same file system, and fails as well."""
+
+    class Full(StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    class ServesLog(StringIO):
+        def write(self, text: str) -> int:
+            logging.getLogger("app.serve").error("%s", text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "__stderr__", Full())
+    monkeypatch.setattr(sys, "stderr", ServesLog())
+    with loggers_restored():
+        logs.configure("INFO", "text", "ingress:a")
+        logging.getLogger("app.x").info("request ended")
