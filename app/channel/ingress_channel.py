@@ -447,6 +447,7 @@ class IngressChannel:
             ConnectionError: the connection has ended, and the call has not.
         """
         call = asyncio.ensure_future(self._read_call())
+        call.add_done_callback(_look_at)
         ends = call, connection.ended
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -624,3 +625,9 @@ class IngressChannel:
                 self._fail(epoch, "the replica does not know this channel", True)
         elif epoch == self._epoch and (self._stale or self._unwanted):
             self._beat_now.set()  # more than one beat takes, or too many were on their way
+
+
+def _look_at(call: asyncio.Future[None]) -> None:
+    """A canceled call ends with an error of Serve, and the loop logs errors that nobody has looked at."""
+    if not call.cancelled():
+        call.exception()

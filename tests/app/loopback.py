@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from loopback_connection import LoopbackServer
+from ray.serve.exceptions import RequestCancelledError
 from virtual_time import loop_time
 
 from app.channel import wire
@@ -223,6 +224,7 @@ class LoopbackStream:
         self._handle = handle
         self.task: asyncio.Task[Any] | None = None
         self.unsent: Exception | None = None  # why the call could not be sent
+        self.cancelled = False
 
     async def pump(self, stream: AsyncIterator[bytes], after_s: float) -> None:
         try:
@@ -242,8 +244,13 @@ class LoopbackStream:
         return self
 
     async def __anext__(self) -> bytes:
-        item = await self.queue.get()
-        await self._handle.running.wait()
+        try:
+            item = await self.queue.get()
+            await self._handle.running.wait()
+        except asyncio.CancelledError:
+            if self.cancelled:
+                raise RequestCancelledError("of Serve") from None
+            raise
         if isinstance(item, BaseException):
             raise item
         if item is None:
@@ -253,6 +260,7 @@ class LoopbackStream:
     def cancel(self) -> None:
         if self.unsent is not None:
             raise self.unsent
+        self.cancelled = True
         if self.task is not None:
             self.task.cancel()
 

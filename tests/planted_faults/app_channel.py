@@ -409,6 +409,13 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/ingress_channel.py",
+        "        call.add_done_callback(_look_at)\n",
+        "",
+        _CONNECTED,
+        "each channel that is closed leaves a traceback in the log",
+    ),
+    Fault(
+        "app/channel/ingress_channel.py",
         "        self._connects = False\n",
         "",
         _CONNECTED,

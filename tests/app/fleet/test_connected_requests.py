@@ -10,6 +10,7 @@ import pytest
 from engine_client_setting import calls_through_serve, collect, connected, quiet, request, started, until
 from engine_client_setting import run as run_test
 from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
+from ray.serve.exceptions import RequestCancelledError
 from virtual_time import loop_time
 
 from app.channel.channel_hub import ARRIVAL_S
@@ -124,6 +125,25 @@ def test_a_connection_that_breaks_alone_costs_no_token_and_no_attempt() -> None:
         assert client._parts.attempts.budget.resubmitted == 0
         await until(lambda: quiet(handle, client))
         await client.stop()
+
+    run_test(test)
+
+
+def test_nobody_need_look_at_the_calls_of_channels_that_are_closed() -> None:
+    """Or each replica that leaves would cost a traceback in the ingress's log."""
+
+    async def test() -> None:
+        handle, client = await started(2)
+        assert connected(client)
+        tasks = asyncio.all_tasks()
+        handle.announce("replica-0")
+        await until(lambda: client.status()["channels"].keys() == {"replica-0"})
+        await client.stop()
+        await until(lambda: sum(task.done() and not task.cancelled() for task in tasks) >= 2)
+        ended = [task for task in tasks if task.done() and not task.cancelled()]
+        # True of those that the loop logs when they are destroyed; asking for the error would change it.
+        assert [task for task in ended if task._log_traceback] == []  # type: ignore[attr-defined]
+        assert sum(isinstance(task.exception(), RequestCancelledError) for task in ended) == 2
 
     run_test(test)
 
