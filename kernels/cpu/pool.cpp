@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 #include <atomic>
@@ -10,6 +11,7 @@
 #include <new>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -50,6 +52,7 @@ class Pool {
         if (!only.owns_lock()) return part(context, 0, count);
         parts = std::min(parts, MOST_PARTS);
         add_workers(threads - 1);
+        if (threads == static_cast<int>(cpus_.size())) spread();
         // The last job has ended, and no part of this one can be claimed before state_ is set.
         part_ = part, context_ = context, count_ = count, helpers_ = threads - 1;
         failed_ = false, ended_ = 0;
@@ -114,16 +117,64 @@ class Pool {
     // Workers take no signals, so that the process's handlers run where it expects them.
     void add_workers(int wanted) {
         if (workers_ >= wanted) return;
+        handles_.reserve(wanted), places_.reserve(wanted);
+        if (workers_ == 0) cpus_ = usable_cpus();
         sigset_t all, before;
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
-            for (; workers_ < wanted; ++workers_)
-                std::thread([this, thread = workers_ + 1] { serve(thread); }).detach();
+            for (; workers_ < wanted; ++workers_) {
+                std::thread worker([this, thread = workers_ + 1] { serve(thread); });
+                handles_.push_back(worker.native_handle()), places_.push_back(ANYWHERE);
+                worker.detach();
+            }
         } catch (const std::system_error&) {  // the system gives no more threads: fewer do the work
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
+
+    static std::vector<int> usable_cpus() {
+        std::vector<int> cpus;
+#ifdef __linux__
+        cpu_set_t set;
+        if (sched_getaffinity(0, sizeof(set), &set) == 0)
+            for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+                if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+#endif
+        return cpus;
+    }
+
+    // For as many threads as CPUs: each worker keeps to one of its own, none to the caller's. Left to itself, Linux
+    // has the caller and a worker share a CPU for milliseconds, above all beside other processes. The caller may be
+    // anybody's thread, so it runs where the system puts it, and the worker of that CPU makes way.
+    void spread() {
+#ifdef __linux__
+        const int here = sched_getcpu();
+        if (here == caller_place_) return;
+        size_t next = 0;
+        for (size_t worker = 0; worker < cpus_.size() - 1 && worker < places_.size(); ++worker) {
+            if (caller_place_ == ANYWHERE) {
+                if (cpus_[next] == here) ++next;
+                keep(worker, cpus_[next++]);
+            } else if (places_[worker] == here) {
+                keep(worker, caller_place_);
+            }
+        }
+        caller_place_ = here;
+#endif
+    }
+
+#ifdef __linux__
+    void keep(size_t worker, int cpu) {
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET(cpu, &set);
+        places_[worker] = cpu;
+        pthread_setaffinity_np(handles_[worker], sizeof(set), &set);  // refused: the worker stays where it was
+    }
+#endif
+
+    static constexpr int ANYWHERE = -1;
 
     // Sequentially consistent all of them: either a sleeper sees the change or the changer sees the sleeper.
     alignas(64) std::atomic<uint64_t> state_{0};  // a job's number << 32 | its parts << 16 | the next to claim
@@ -135,7 +186,9 @@ class Pool {
     std::atomic<const void*> context_{nullptr};
     std::atomic<int64_t> count_{0};
     std::atomic<int> helpers_{0};
-    int workers_ = 0;
+    int workers_ = 0, caller_place_ = ANYWHERE;
+    std::vector<int> cpus_, places_;  // which the process may use; of each worker
+    std::vector<pthread_t> handles_;
     std::mutex callers_, mutex_;
     std::condition_variable work_, end_;
 };

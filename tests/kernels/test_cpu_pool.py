@@ -70,6 +70,36 @@ def test_callers_at_the_same_time_do_not_disturb_each_other() -> None:
     assert wrong == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="moves threads between CPUs")
+def test_as_many_threads_as_cpus_keep_apart() -> None:
+    """Each worker has a CPU of its own, not the caller's, wherever that goes; other numbers run anywhere."""
+    code = (
+        "import os, torch\n"
+        "from pathlib import Path\n"
+        "torch.set_num_threads(1)\n"
+        "from kernels.cpu import CpuKernels\n"
+        "cpus = sorted(os.sched_getaffinity(0))\n"
+        "x, weight = torch.ones(64, 512), torch.ones(600, 512)\n"
+        "def tids(): return {int(task.name) for task in Path('/proc/self/task').iterdir()}\n"
+        "def run(threads):\n"
+        "    kernels = CpuKernels(threads)\n"
+        "    kernels.linear(x, kernels.pack_linear(weight, None))\n"
+        "def places(): return sorted(sorted(os.sched_getaffinity(worker)) for worker in workers)\n"
+        "others = tids()\n"
+        "run(len(cpus) + 1)\n"
+        "workers = tids() - others\n"
+        "assert len(workers) == len(cpus), workers\n"
+        "assert places() == [cpus] * len(cpus), places()\n"
+        "workers = set(sorted(workers)[:-1])\n"
+        "for cpu in (cpus[0], cpus[-1], cpus[0]):\n"
+        "    os.sched_setaffinity(0, {cpu})\n"
+        "    run(len(cpus))\n"
+        "    assert places() == [[other] for other in cpus if other != cpu], (cpu, places())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
 def test_a_forked_child_has_threads_of_its_own() -> None:
     code = (
