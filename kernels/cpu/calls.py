@@ -25,7 +25,7 @@ _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ct
 
 # Argument types by C function, in groups: tensor or shape, ..., threads. The sources say what each one means.
 REPLAYED: dict[str, list[type]] = {
-    "quire_linear": [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT],
+    "quire_linear": [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT, _POINTER],
     "quire_rms_norm": [
         *(_INT, _POINTER, _LONG, _INT, _POINTER, _POINTER, _LONG),
         *(_LONG, _LONG, _FLOAT, _INT),
@@ -114,6 +114,12 @@ class _Calls:
 
     words: list[int] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
+
+    def link_products(self, number: int) -> None:
+        """Tell each product, a call of function ``number``, which weight the product after it takes."""
+        products = [begin for begin in self.begins if self.words[begin] == number]
+        for begin, after in pairwise(products):
+            self.words[begin + len(REPLAYED["quire_linear"])] = self.words[after + 1]
 
     def as_array(self) -> NDArray[np.int64]:
         return np.array(self.words, dtype=np.uint64).view(np.int64)
@@ -238,7 +244,9 @@ class Calls:
         calls = self._noted = _Calls()
         self._kept = []
         try:
-            return calls, self.in_buffers(lambda: run(sizes)), self._kept
+            result = self.in_buffers(lambda: run(sizes))
+            calls.link_products(self._numbers["quire_linear"])
+            return calls, result, self._kept
         finally:
             self._noted, self._kept = None, []
 

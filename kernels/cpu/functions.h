@@ -8,7 +8,8 @@ extern "C" {
 int64_t quire_linear_width();
 int quire_linear_bf16_in_pairs();
 void quire_linear_pack(const void* weight, const void* w, int64_t stride, int threads);
-int quire_linear(const void* weight, const void* x, int64_t x_stride, int64_t rows, void* y, int threads);
+int quire_linear(const void* weight, const void* x, int64_t x_stride, int64_t rows, void* y, int threads,
+                 const void* next);
 
 int quire_codes_in_hardware();
 int64_t quire_codes_bytes(const void* weight);

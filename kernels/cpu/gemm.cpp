@@ -272,9 +272,13 @@ void multiply(const PackedWeight& weight, const W* x, int64_t x_stride, int64_t 
 #if defined(QUIRE_BF16_PRODUCTS)
 constexpr bool kPairs = true;
 
+PairWeight in_pairs(const PackedWeight& weight) {
+  return {static_cast<const char*>(weight.panels), weight.bias, weight.in_features, weight.out_features};
+}
+
 // As multiply(), in hardware.
-void multiply_in_pairs(const PackedWeight& weight, const Bf16* x, int64_t x_stride, int64_t rows, Bf16* y,
-                       int threads) {
+void multiply_in_pairs(const PackedWeight& weight, const PackedWeight* next, const Bf16* x, int64_t x_stride,
+                       int64_t rows, Bf16* y, int threads) {
   static thread_local quire::Scratch scratch;
   const int64_t depth = weight.in_features;
   if (depth % 2 != 0) {  // the last pair needs a zero
@@ -285,8 +289,9 @@ void multiply_in_pairs(const PackedWeight& weight, const Bf16* x, int64_t x_stri
     }
     x = padded, x_stride = depth + 1;
   }
-  multiply_pairs({static_cast<const char*>(weight.panels), weight.bias, depth, weight.out_features}, x, x_stride,
-                 rows, y, threads);
+  PairWeight then{};
+  if (next != nullptr && next->dtype == weight.dtype) then = in_pairs(*next);
+  multiply_pairs(in_pairs(weight), then.data == nullptr ? nullptr : &then, x, x_stride, rows, y, threads);
 }
 
 void pack_pairs(const PackedWeight& weight, const Bf16* w, int64_t stride, int threads) {
@@ -351,15 +356,18 @@ void quire_linear_pack(const void* packed, const void* w, int64_t stride, int th
 }
 
 // y [rows, N] (dense) = x [rows, K] (`x_stride` elements from row to row) times the packed weight, plus its bias.
+// `next` is the packed weight that is likely to be multiplied next, or null: its first panels are fetched meanwhile.
 // Returns 1 where memory ran out, else 0.
-int quire_linear(const void* packed, const void* x, int64_t x_stride, int64_t rows, void* y, int threads) {
+int quire_linear(const void* packed, const void* x, int64_t x_stride, int64_t rows, void* y, int threads,
+                 [[maybe_unused]] const void* next) {
   using namespace quire_gemm;
   const PackedWeight* weight = static_cast<const PackedWeight*>(packed);
   return quire::status_of([&] {
     switch (weight->dtype) {
       case 0:
 #if defined(QUIRE_BF16_PRODUCTS)
-        return multiply_in_pairs(*weight, static_cast<const Bf16*>(x), x_stride, rows, static_cast<Bf16*>(y), threads);
+        return multiply_in_pairs(*weight, static_cast<const PackedWeight*>(next), static_cast<const Bf16*>(x),
+                                 x_stride, rows, static_cast<Bf16*>(y), threads);
 #else
         return multiply(*weight, static_cast<const Bf16*>(x), x_stride, rows, static_cast<Bf16*>(y), threads);
 #endif

@@ -155,7 +155,8 @@ def linear(calls: Calls, x: Tensor, packed: PackedLinear, num_threads: int) -> T
         calls.give_up()
         x = x.contiguous()
     y = calls.empty("product", (rows, packed.out_features), packed.dtype)
-    if calls("quire_linear", packed.address, x.data_ptr(), x.stride(0), rows, y.data_ptr(), num_threads):
+    # A recording puts the weight that comes next in place of None.
+    if calls("quire_linear", packed.address, x.data_ptr(), x.stride(0), rows, y.data_ptr(), num_threads, None):
         raise MemoryError(f"no memory for the product of {rows} rows of {depth}")
     return y
 

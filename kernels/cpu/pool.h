@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <new>
 
@@ -57,6 +58,46 @@ void shrinking_ranges(int64_t count, int threads, const Body& body) {
     parallel_for(rounds * threads, rounds * threads, threads, [&](int64_t part) {
         const int64_t begin = start_of(part), end = start_of(part + 1);
         if (begin < end) body(begin, end);
+    });
+}
+
+constexpr int MOST_SHARES = 256;
+
+// Where the share of a thread begins in run_shares().
+inline int64_t share_start(int64_t share, int threads, int64_t count) { return share * count / threads; }
+
+// body(i, next, share) for i = 0 .. count - 1. Each thread takes a share of neighbors in ascending order, and then from
+// the ends of the others' shares. `next` is what it will probably take next, or -1 at the end of a share.
+template <class Body>
+void run_shares(int64_t count, int threads, const Body& body) {
+    threads = static_cast<int>(std::min<int64_t>({threads, MOST_SHARES, count}));
+    if (threads <= 1) {
+        for (int64_t i = 0; i < count; ++i) body(i, i + 1 < count ? i + 1 : -1, int64_t(0));
+        return;
+    }
+    struct alignas(64) Share {
+        std::atomic<uint64_t> left;  // its first << 32 | its end
+    };
+    Share shares[MOST_SHARES];
+    for (int64_t share = 0; share < threads; ++share)
+        shares[share].left = static_cast<uint64_t>(share_start(share, threads, count)) << 32 |
+                             static_cast<uint64_t>(share_start(share + 1, threads, count));
+    // Takes the first or the last of a share: true unless none was left. `rest` are left then.
+    const auto take = [&shares](int64_t share, bool first, int64_t& taken, int64_t& rest) {
+        uint64_t left = shares[share].left;
+        for (;;) {
+            const int64_t begin = static_cast<int64_t>(left >> 32), end = static_cast<int64_t>(left & 0xffffffff);
+            if (begin >= end) return false;
+            taken = first ? begin : end - 1, rest = end - begin - 1;
+            const uint64_t then = first ? left + (uint64_t(1) << 32) : left - 1;
+            if (shares[share].left.compare_exchange_weak(left, then)) return true;
+        }
+    };
+    parallel_for(threads, threads, threads, [&](int64_t share) {
+        int64_t i, rest;
+        while (take(share, true, i, rest)) body(i, rest > 0 ? i + 1 : -1, share);
+        for (int64_t other = share + 1; other < share + threads; ++other)
+            while (take(other % threads, false, i, rest)) body(i, rest > 0 ? i - 1 : -1, share);
     });
 }
 

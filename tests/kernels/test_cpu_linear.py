@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.calls import Calls
+from kernels.cpu.calls import CallRecording, Calls
 from kernels.cpu.linear import OneDnnLinear, PanelLinear, linear, pack_linear, prefers_onednn, try_onednn
 from kernels.interface import SUPPORTED_DTYPES, PackedLinear
 
@@ -144,6 +144,16 @@ def test_no_columns_no_features_no_rows(calls: Calls) -> None:
     bias = torch.arange(5.0)
     y = linear(calls, torch.ones(3, 0), panels(calls, torch.ones(5, 0), bias), 2)
     assert torch.equal(y, bias.expand(3, 5))
+
+
+def test_a_recorded_product_knows_the_next_weight(calls: Calls) -> None:
+    x, weights = random(5, 9), [panels(calls, random(33, 9, seed=seed)) for seed in range(3)]
+    made = calls.record(lambda sizes: [linear(calls, x[: sizes[0]], each, 2) for each in weights][-1], [4])
+    assert made is not None
+    recording = made[1]
+    assert isinstance(recording, CallRecording)
+    words, ends = recording._words, [*recording._begins[1:], len(recording._words)]
+    assert [words[end - 1] for end in ends] == [weights[1].address, weights[2].address, 0]
 
 
 def test_originals_may_go(calls: Calls) -> None:

@@ -68,7 +68,14 @@ EXECUTION: list[Fault] = [
         "if (round == rounds) return count;",
         "if (round == rounds) return count - 1;",
         ("kernels/test_cpu_pool.py",),
-        "the last panel of a product is left out",
+        "the last panel of a quantized product is left out",
+    ),
+    Fault(
+        "kernels/cpu/pool.h",
+        "if (begin >= end) return false;",
+        "if (begin + 1 >= end) return false;",
+        ("kernels/test_cpu_pool.py",),
+        "the last panel of each thread's share is left out",
     ),
     Fault(
         "kernels/cpu/gemm_codes.cpp",
