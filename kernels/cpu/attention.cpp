@@ -81,7 +81,7 @@ static void write_row(const float* from, bf16* to, int64_t dim, float factor) {
         const vf a = load(from + i) * splat(factor), b = load(from + i + LANES) * splat(factor);
         const int64_t left = dim - i;
         const __mmask32 there = left >= UNIT ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
-        _mm512_mask_storeu_epi16(to + i, there, round_pair(a, b));
+        _mm512_mask_storeu_epi16(to + i, there, in_order(round_pair(a, b)));
     }
 }
 #endif
@@ -308,17 +308,14 @@ struct PairScratch {
 };
 
 // The tiles of some positions and heads of a request: start(tile), run(tile, index of the head, head), end(tile).
-// Meanwhile the next tile is fetched, all heads of a position together, and positions of four parts of it by turns: the
-// memory answers best to several streams in the order of addresses. Behind the last tile comes the first one of `after`,
-// if it is not null. `fetched`: so has this first tile.
+// Meanwhile the next tile is fetched, all heads of a position together: see Fetch. Behind the last tile comes the first
+// one of `after`, if it is not null. `fetched`: so has this first tile.
 template <class Start, class Run, class End>
 static void walk_tiles(const Call& call, const bf16* kv, int64_t request, Range positions, int64_t first_head,
                        int64_t num_heads, const PairScratch& room, bool fetched, const Item* after, const Start& start,
                        const Run& run, const End& end) {
     const int64_t dim = call.padded_dim();
-    constexpr int64_t STREAMS = 4;
     const bf16* places[2][2 * TILE];  // of a tile's keys, then of its values
-    const bf16* wanted[2 * TILE];     // of the next tile, in the order in which they are fetched
     const auto locate_tile = [&](int64_t tile, int which, int64_t of, Range within) {
         const Range visible{std::max<int64_t>(within.begin - tile, 0), std::min<int64_t>(within.end - tile, TILE)};
         locate(call, kv, of, tile, visible, places[which]);
@@ -333,17 +330,14 @@ static void walk_tiles(const Call& call, const bf16* kv, int64_t request, Range 
         start(tile);
         const int other = 1 - current;
         Fetch ahead;
-        const auto take = [&](int64_t from, int64_t of, Range within, int64_t head, int64_t heads) {
-            locate_tile(from, other, of, within);
-            for (int64_t i = 0; i < 2 * TILE; ++i)
-                wanted[i] = places[other][i / TILE * TILE + i % STREAMS * (TILE / STREAMS) + i % TILE / STREAMS];
-            ahead = {wanted, wanted + 2 * TILE, head * call.head_dim, (heads * call.head_dim + UNIT - 1) / UNIT};
-        };
         if (tile + TILE < positions.end) {
-            take(tile + TILE, request, positions, first_head, num_heads);
+            locate_tile(tile + TILE, other, request, positions);
+            ahead = {places[other], places[current], first_head * call.head_dim, num_heads * call.head_dim};
         } else if (after != nullptr) {
-            take(after->begin / TILE * TILE, after->request, {after->begin, after->end}, after->first_head,
-                 after->num_heads);
+            locate_tile(after->begin / TILE * TILE, other, after->request, {after->begin, after->end});
+            const bool same = after->first_head == first_head && after->num_heads == num_heads;
+            ahead = {places[other], same ? places[current] : nullptr, after->first_head * call.head_dim,
+                     after->num_heads * call.head_dim};
         }
         for (int64_t h = 0; h < num_heads; ++h) {
             HeadTile head{places[current], places[current] + TILE, (first_head + h) * call.head_dim, call.head_dim,
@@ -352,7 +346,7 @@ static void walk_tiles(const Call& call, const bf16* kv, int64_t request, Range 
             ahead = head.fetch;
         }
         // A half-filled tile leaves lines that were not fetched, but the next item relies on its whole first tile.
-        if (tile + TILE >= positions.end) ahead.some(4 * dim * call.num_kv_heads);
+        while (tile + TILE >= positions.end && !ahead.done()) ahead.some<false>();
         current = other;
         end(tile);
     }

@@ -27,20 +27,73 @@ static inline __m512i broadcast_pair(const bf16* p) {
     return _mm512_set1_epi32(pair);
 }
 
-// Lines of 64 bytes to be fetched while something else is worked on, a few at a time: the memory answers best to a
-// steady flow. They are `lines` lines of each row, from element `offset` on. Each element of a head of a tile has 4 to
-// fetch, keys and values together, and the loops below have a place for each.
-struct Fetch {
-    const bf16* const* rows = nullptr;
-    const bf16* const* end = nullptr;
-    int64_t offset = 0, lines = 0, line = 0;
+// A tile that is fetched while another one is worked on, a few lines of 64 bytes at a time: the memory answers best to
+// a steady flow, and to several rows side by side, each in the order of its addresses. Each element of a head of a tile
+// has 4 lines to fetch, keys and values together, and what is below has a place for each.
+class Fetch {
+  public:
+    Fetch() = default;
 
-    QUIRE_INLINE void some(int count) {
-        for (int i = 0; i < count && rows != end; ++i) {
-            __builtin_prefetch(*rows + offset + line * 32, 0, 3);
-            if (++line == lines) line = 0, ++rows;
-        }
+    // `size` elements from `offset` on of each row of `tile`, keys and then values. `before` is what was fetched last,
+    // from the same offset on, or null.
+    Fetch(const bf16* const* tile, const bf16* const* before, int64_t offset, int64_t size)
+        : tile_(tile), before_(before), offset_(offset), size_(size), left_(STEPS) {
+        const int64_t lines = (size + LINE - 1) / LINE;
+        repeat_lag_ = std::clamp<int64_t>(REPEAT_LINES / lines, 1, STEPS);
+        read_lag_ = std::clamp<int64_t>(READ_LINES / lines, 1, STEPS);
+        start_rows<true>();
     }
+
+    bool done() const { return left_ == 0; }
+
+    // A line of STREAMS rows. The CPU drops a prefetch while about 100 lines are under way, and arithmetic is faster
+    // than the memory, so some would be missing when they are needed. PACED: each is asked for again later, and still
+    // later a byte of it is read, so that the prefetches wait for the memory.
+    template <bool PACED>
+    QUIRE_INLINE void some() {
+        if (left_ == 0) return;
+        const bool paced = PACED && read_ != nullptr;
+        QUIRE_UNROLL for (int64_t s = 0; s < STREAMS * PART; s += PART) {
+            if (paced) {
+                static_cast<void>(*reinterpret_cast<const volatile char*>(read_[s] + at_));
+                __builtin_prefetch(repeat_[s] + at_, 0, 3);
+            }
+            __builtin_prefetch(rows_[s] + at_, 0, 3);
+        }
+        at_ += LINE;
+        if (at_ - offset_ < size_) return;
+        --left_;
+        start_rows<PACED>();
+    }
+
+    // For loops of many rows, which have no time for it.
+    void steps(int64_t count) {
+        for (; count > 0 && !done(); --count) some<false>();
+    }
+
+  private:
+    static constexpr int64_t STREAMS = 4;            // rows side by side
+    static constexpr int64_t PART = TILE / STREAMS;  // from one of them to the next
+    static constexpr int64_t STEPS = 2 * PART;       // first keys, then values
+    static constexpr int64_t LINE = 32;              // elements
+    static constexpr int64_t REPEAT_LINES = 24, READ_LINES = 48;  // of a stream, behind its prefetches
+
+    const bf16* const* rows_of(int64_t step) const {
+        const bf16* const* tile = step < 0 ? before_ : tile_;
+        step &= STEPS - 1;
+        return tile == nullptr ? nullptr : tile + step / PART * TILE + step % PART;
+    }
+
+    template <bool PACED>
+    void start_rows() {
+        const int64_t step = STEPS - left_;
+        at_ = offset_, rows_ = rows_of(step), read_ = nullptr;
+        if (PACED) repeat_ = rows_of(step - repeat_lag_), read_ = rows_of(step - read_lag_);
+    }
+
+    const bf16 *const *tile_ = nullptr, *const *before_ = nullptr;
+    const bf16 *const *rows_ = nullptr, *const *repeat_ = nullptr, *const *read_ = nullptr;
+    int64_t offset_ = 0, size_ = 0, at_ = 0, left_ = 0, repeat_lag_ = 0, read_lag_ = 0;
 };
 
 // 16 keys from `keys`, elements offset .. offset + 31: pair after pair, of all keys.
@@ -69,19 +122,17 @@ static QUIRE_INLINE void turn_keys(const bf16* const* keys, int64_t offset, __mm
     }
 }
 
-// 32 elements of two positions' values, side by side, the first 16 in low.
+// 32 elements of two positions' values, side by side: low has elements 0 .. 3 of every 8, high has 4 .. 7. That takes
+// one instruction each; what is summed stays in this order until a row is written (in_order()).
 static QUIRE_INLINE void pair_values(const bf16* even, const bf16* odd, __mmask32 there, __m512i& low, __m512i& high) {
-    alignas(64) static constexpr auto order = [] {
-        std::array<uint16_t, 64> places{};
-        for (int i = 0; i < 32; ++i) {
-            places[2 * i] = static_cast<uint16_t>(i);
-            places[2 * i + 1] = static_cast<uint16_t>(i + 32);
-        }
-        return places;
-    }();
     const __m512i a = _mm512_maskz_loadu_epi16(there, even), b = _mm512_maskz_loadu_epi16(there, odd);
-    low = _mm512_permutex2var_epi16(a, _mm512_load_si512(order.data()), b);
-    high = _mm512_permutex2var_epi16(a, _mm512_load_si512(order.data() + 32), b);
+    low = _mm512_unpacklo_epi16(a, b);
+    high = _mm512_unpackhi_epi16(a, b);
+}
+
+// 32 elements in the order of pair_values(), rounded, in their own order.
+static QUIRE_INLINE __m512i in_order(__m512i rounded) {
+    return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), rounded);
 }
 
 // Which of the 32 elements from `from` on a head of `head_dim` has.
@@ -96,16 +147,14 @@ static inline __m512 power_of_two(__m512 x) { return exp2_from(-200.0f, x); }
 // `keep` takes out of each pair what the rows do not see.
 template <int ROWS, int VECTORS>
 static inline void weigh_pairs(const bf16* weights, const char* values, int64_t stride, int64_t begin, int64_t end,
-                               float* acc, int64_t dim, const float* decay, __m512i keep, Fetch* fetch) {
+                               float* acc, int64_t dim, const float* decay, __m512i keep) {
     __m512 sums[ROWS][VECTORS];
     QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
         QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) {
             sums[r][v] = _mm512_mul_ps(_mm512_loadu_ps(acc + r * dim + v * 16), _mm512_set1_ps(decay[r]));
         }
     }
-    Fetch ahead = fetch != nullptr ? *fetch : Fetch{};
     for (int64_t t = begin; t < end; ++t) {
-        ahead.some(VECTORS / 2);
         __m512i value[VECTORS];
         QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) {
             value[v] = _mm512_loadu_si512(values + t * stride + v * 64);
@@ -116,7 +165,6 @@ static inline void weigh_pairs(const bf16* weights, const char* values, int64_t 
             QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) sums[r][v] = dot(sums[r][v], value[v], weight);
         }
     }
-    if (fetch != nullptr) *fetch = ahead;
     QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
         QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) _mm512_storeu_ps(acc + r * dim + v * 16, sums[r][v]);
     }
@@ -124,12 +172,12 @@ static inline void weigh_pairs(const bf16* weights, const char* values, int64_t 
 
 template <int ROWS>
 static void weigh_all(const bf16* weights, const char* values, int64_t begin, int64_t end, float* acc, int64_t dim,
-                      const float* decay, __m512i keep, Fetch* fetch = nullptr) {
+                      const float* decay, __m512i keep) {
     int64_t i = 0;
     for (; i + 64 <= dim; i += 64)
-        weigh_pairs<ROWS, 4>(weights, values + i * 4, dim * 4, begin, end, acc + i, dim, decay, keep, fetch);
+        weigh_pairs<ROWS, 4>(weights, values + i * 4, dim * 4, begin, end, acc + i, dim, decay, keep);
     for (; i < dim; i += 32)
-        weigh_pairs<ROWS, 2>(weights, values + i * 4, dim * 4, begin, end, acc + i, dim, decay, keep, fetch);
+        weigh_pairs<ROWS, 2>(weights, values + i * 4, dim * 4, begin, end, acc + i, dim, decay, keep);
 }
 
 // One row over the positions of `range`, of whose first and last pair it may see one half.
@@ -176,7 +224,8 @@ struct HeadTile {
                 turn_keys(keys + t, offset + i, there_of(i, head_dim), pairs);
                 for (int64_t p = 0; p < 16; ++p)
                     _mm512_store_si512(packed_keys + (i / 2 + p) * TILE * 4 + t * 4, pairs[p]);
-                ahead.some(8);
+                ahead.some<false>();
+                ahead.some<false>();
             }
         }
         fetch = ahead;
@@ -190,7 +239,7 @@ struct HeadTile {
                 pair_values(values[t] + offset + i, values[t + 1] + offset + i, there_of(i, head_dim), low, high);
                 _mm512_store_si512(packed_values + t * dim * 2 + i * 4, low);
                 _mm512_store_si512(packed_values + t * dim * 2 + i * 4 + 64, high);
-                ahead.some(1);
+                if (t % 8 == 0) ahead.some<false>();
             }
         }
         fetch = ahead;
@@ -199,6 +248,20 @@ struct HeadTile {
 
 // Not inline: a cap is rare, and its code would take the registers of scores.
 __attribute__((noinline)) static __m512 capped(__m512 score, float cap) { return soft_cap(score, cap); }
+
+template <int ROWS, int VECTORS>
+static QUIRE_INLINE void finish_scores(__m512 (*scores)[PARTS], float scale, float cap) {
+    QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) {
+            scores[r][v] = _mm512_mul_ps(scores[r][v], _mm512_set1_ps(scale));
+        }
+    }
+    if (cap > 0.0f) {
+        QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+            QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) scores[r][v] = capped(scores[r][v], cap);
+        }
+    }
+}
 
 // Lane r: the largest lane of vectors[r].
 template <int ROWS>
@@ -262,9 +325,8 @@ static void run_rows(const PairRows& rows, const Range* seen, HeadTile& tile, fl
     QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
         QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) scores[r][v] = _mm512_setzero_ps();
     }
-    Fetch ahead = tile.fetch;
+    tile.fetch.steps(dim / 4);
     for (int64_t d = 0; d < dim; d += 2) {
-        ahead.some(2);
         __m512i key[VECTORS];
         QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v)
             key[v] = _mm512_load_si512(tile.packed_keys + d * TILE * 2 + v * 64);
@@ -273,17 +335,7 @@ static void run_rows(const PairRows& rows, const Range* seen, HeadTile& tile, fl
             QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) scores[r][v] = dot(scores[r][v], key[v], query);
         }
     }
-    tile.fetch = ahead;
-    QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
-        QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) {
-            scores[r][v] = _mm512_mul_ps(scores[r][v], _mm512_set1_ps(scale));
-        }
-    }
-    if (cap > 0.0f) {
-        QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
-            QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) scores[r][v] = capped(scores[r][v], cap);
-        }
-    }
+    finish_scores<ROWS, VECTORS>(scores, scale, cap);
     Range common{0, TILE};
     for (int r = 0; r < ROWS; ++r)
         common = {std::max(common.begin, seen[r].begin), std::min(common.end, seen[r].end)};
@@ -302,7 +354,8 @@ static void run_rows(const PairRows& rows, const Range* seen, HeadTile& tile, fl
     soften_rows<ROWS, VECTORS>(rows, scores, weights, decay);
     const __m512i all = _mm512_set1_epi32(-1);
     const char* values = tile.packed_values;
-    if (whole) return weigh_all<ROWS>(weights, values, 0, TILE / 2, rows.acc, dim, decay, all, &tile.fetch);
+    tile.fetch.steps(dim / 4);
+    if (whole) return weigh_all<ROWS>(weights, values, 0, TILE / 2, rows.acc, dim, decay, all);
     // A value that a row does not see never meets it, not even with weight 0: it may be garbage.
     const Range together{(common.begin + 1) / 2 * 2, common.end / 2 * 2};
     const bool any = together.begin < together.end;
@@ -328,10 +381,95 @@ static void run_rows(const PairRows& rows, const Range* seen, HeadTile& tile, fl
     run_rows<ROWS, PARTS>(rows, seen, tile, scale, cap);
 }
 
-// `count` rows, of which row r sees seen(r) of the tile.
+// acc = acc * decay + weights @ values for 16 * VECTORS elements of a whole tile, from the rows of the values; there[i]
+// says which of the i-th 32 a head has. Not inline: the compiler would keep the caller's pointers in vector registers,
+// and then the values in memory, which costs half of the speed.
+template <int ROWS, int VECTORS>
+__attribute__((noinline)) static void weigh_rows(const bf16* weights, const bf16* const* values, int64_t offset,
+                                                 const __mmask32* there, float* acc, int64_t dim, const float* decay,
+                                                 Fetch& fetch) {
+    __m512 sums[ROWS][VECTORS];
+    QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) {
+            sums[r][v] = _mm512_mul_ps(_mm512_loadu_ps(acc + r * dim + v * 16), _mm512_set1_ps(decay[r]));
+        }
+    }
+    Fetch ahead = fetch;
+    for (int64_t t = 0; t < TILE; t += 2) {
+        if (t % (16 / VECTORS) == 0) ahead.some<true>();
+        __m512i value[VECTORS];
+        QUIRE_UNROLL for (int v = 0; v < VECTORS; v += 2)
+            pair_values(values[t] + offset + v * 16, values[t + 1] + offset + v * 16, there[v / 2], value[v],
+                        value[v + 1]);
+        QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+            const __m512i weight = broadcast_pair(weights + r * TILE + t);
+            QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) sums[r][v] = dot(sums[r][v], value[v], weight);
+        }
+    }
+    fetch = ahead;
+    QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        QUIRE_UNROLL for (int v = 0; v < VECTORS; ++v) _mm512_storeu_ps(acc + r * dim + v * 16, sums[r][v]);
+    }
+}
+
+// ROWS rows through a tile that all of them see whole: what run_rows() computes, in the same order. So few rows do not
+// repay laying out the tile in memory. What is needed next is fetched evenly over the time that this takes.
+template <int ROWS>
+static void run_few(const PairRows& rows, HeadTile& tile, float scale, float cap) {
+    const int64_t dim = tile.dim, head_dim = tile.head_dim;
+    __m512 scores[ROWS][PARTS];
+    QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+        QUIRE_UNROLL for (int v = 0; v < PARTS; ++v) scores[r][v] = _mm512_setzero_ps();
+    }
+    Fetch ahead = tile.fetch;
+    alignas(64) __m512i keys[PARTS][16];
+    for (int64_t d = 0; d < dim; d += 32) {
+        for (int v = 0; v < PARTS; ++v) {
+            turn_keys(tile.keys + v * 16, tile.offset + d, there_of(d, head_dim), keys[v]);
+            for (int i = 0; i < 2; ++i) ahead.some<true>();
+        }
+        const bf16* query = rows.queries + d;
+        int64_t step = dim;
+        asm("" : "+r"(query), "+r"(step));  // no code: what is unrolled below would else have a pointer for each query
+        QUIRE_UNROLL for (int p = 0; p < 16; ++p) {
+            ahead.some<true>();
+            QUIRE_UNROLL for (int r = 0; r < ROWS; ++r) {
+                const __m512i pair = broadcast_pair(query + r * step + 2 * p);
+                QUIRE_UNROLL for (int v = 0; v < PARTS; ++v) scores[r][v] = dot(scores[r][v], keys[v][p], pair);
+            }
+        }
+    }
+    tile.fetch = ahead;
+    finish_scores<ROWS, PARTS>(scores, scale, cap);
+    alignas(64) bf16 weights[ROWS * TILE];
+    alignas(64) float decay[16];
+    soften_rows<ROWS, PARTS>(rows, scores, weights, decay);
+    for (int64_t i = 0; i < dim; i += 64) {
+        const int64_t offset = tile.offset + i;
+        if (i + 64 <= dim) {
+            const __mmask32 there[] = {there_of(i, head_dim), there_of(i + 32, head_dim)};
+            weigh_rows<ROWS, 4>(weights, tile.values, offset, there, rows.acc + i, dim, decay, tile.fetch);
+        } else {
+            const __mmask32 there = there_of(i, head_dim);
+            weigh_rows<ROWS, 2>(weights, tile.values, offset, &there, rows.acc + i, dim, decay, tile.fetch);
+        }
+    }
+}
+
+// `count` rows, of which row r sees seen(r) of the tile. What a row sees begins and ends no earlier than for the last.
 template <class Seen>
 static void run_head_tile(const PairRows& rows, int64_t count, const Seen& seen, HeadTile& tile, float scale,
                           float cap) {
+    if (count <= PAIR_ROWS && seen(0).end == TILE && seen(count - 1).begin == 0) {
+        switch (count) {
+            case 1: return run_few<1>(rows, tile, scale, cap);
+            case 2: return run_few<2>(rows, tile, scale, cap);
+            case 3: return run_few<3>(rows, tile, scale, cap);
+            case 4: return run_few<4>(rows, tile, scale, cap);
+            case 5: return run_few<5>(rows, tile, scale, cap);
+            default: return run_few<6>(rows, tile, scale, cap);
+        }
+    }
     tile.pack_keys();
     tile.pack_values();
     const int64_t groups = (count + PAIR_ROWS - 1) / PAIR_ROWS, dim = tile.dim;
