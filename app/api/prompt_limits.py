@@ -14,6 +14,9 @@ from engine.request import check_prompt_scores
 MAX_IDS = 2**18
 """Token ids that the options of a request name for all its prompts together, if these are several."""
 
+MAX_FORM_CHARS = 2**20
+"""Characters of the output's form, counted once for each prompt of a request."""
+
 
 def kept_end(prompt: list[int], options: GenerationOptions, limits: FleetLimits) -> list[int]:
     """The end of ``prompt`` that ``truncate_prompt_tokens`` keeps."""
@@ -77,6 +80,7 @@ def check_prompts(job: GenerationJob, limits: FleetLimits) -> None:
     """Refuse what the engine would refuse, while the response can still have an error status."""
     check_prompt_scores(job.prompt_tokens, job.options.params)  # of all together
     _check_ids(job)
+    _check_form(job)
     for prompt in job.prompts:
         _check_prompt(prompt, job, limits)
 
@@ -95,6 +99,18 @@ def _check_ids(job: GenerationJob) -> None:
             f"prompt has {prompts} entries, and {name} has {named[name]} token ids for each, but at most "
             f"{MAX_IDS} ids are allowed for all prompts together; send fewer prompts at a time",
             name,
+        )
+
+
+def _check_form(job: GenerationJob) -> None:
+    """Each prompt goes to an engine with the whole form; packing a long one takes the loop milliseconds."""
+    form, prompts = job.options.params.structured_output, len(job.prompts)
+    if form is not None and prompts * len(form.text) > MAX_FORM_CHARS:
+        raise InvalidRequestError(
+            f"prompt has {prompts} entries, and the form of the output has {len(form.text)} characters for "
+            f"each, but at most {MAX_FORM_CHARS} are allowed for all prompts together; send fewer prompts at a "
+            "time",
+            "prompt",
         )
 
 
