@@ -66,7 +66,8 @@ class ResponseMaker:
         if job.options.stream:
             costs = _Costs(job, record)
             take = _DirectSend(reply, record, costs)
-            take.stream = EventStream(self._events(job, reply, record, costs, take), reply.error)
+            events = self._events(job, reply, record, costs, take)
+            take.stream = EventStream(events, reply.error, record.begin)
             return take.stream
         return WholeResponse(self._whole(job, reply, record))
 

@@ -39,6 +39,7 @@ class RequestRecord:
     finish_reasons: list[str] = field(default_factory=list)
     outcome: str = "disconnected"  # until it ends otherwise
     status: int = CLIENT_LEFT  # of the response; a stream that has begun has 200
+    begun: bool = False  # whether the headers of a stream are out
     started: float = field(default_factory=time.monotonic)
     arrived: float = field(default_factory=time.time)  # the same moment, in seconds since 1970
     first_token: float | None = None  # monotonic seconds
@@ -83,9 +84,13 @@ class RequestRecord:
             yield
         except Exception as error:
             self.outcome, self.status = outcome_of(error)
-            if self.stream and self.first_token is not None:
+            if self.begun:
                 self.status = 200
             raise
+
+    def begin(self) -> None:
+        """The headers of a stream go out, with status 200."""
+        self.begun = True
 
     def token(self, choice: int, num_tokens: int, finish_reason: str | None) -> None:
         """Note how many tokens a choice has now, or that it has ended."""

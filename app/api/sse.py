@@ -44,13 +44,18 @@ class EventStream:
     An error before the first event becomes an HTTP error. A later one becomes the event that ``error`` makes of
     it, which ends the stream. When the client disconnects, or the server cancels, ``events`` is closed before
     this returns. While ``events`` waits for something to send, ``send_now`` may send an event past it.
+    ``on_begin`` is called when the headers go out with status 200.
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], error: Callable[[ApiFault], bytes] = error_event
+        self,
+        events: AsyncGenerator[bytes, None],
+        error: Callable[[ApiFault], bytes] = error_event,
+        on_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self._events = events
         self._error = error
+        self._on_begin = on_begin
         self._begun = False
         self._beginning = asyncio.Lock()
         self._sending = False  # an event, or the end
@@ -126,6 +131,7 @@ class EventStream:
         async with self._beginning:  # the second caller waits until the headers are sent
             if not self._begun:
                 self._begun = True
+                self._on_begin()
                 await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
 
     async def _wait(self, send: Send) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +17,14 @@ import httpx
 import pytest
 from local_server import COUNT, MODEL, LocalServer
 
-from app.api import request_record
+from app.api import request_record, sse
 from app.api.authentication import Gate
 from app.api.caller import Caller
 from app.api.errors import ApiError
 from app.api.key_limits import KeyLimits
 from app.api.keys import ENVIRONMENT, ApiKey, KeyFile, digest_of
 from app.api.request_record import RequestRecord
-from app.fleet.generation import EngineDeathsError, GenerationError, UnavailableError
+from app.fleet.generation import Delta, EngineDeathsError, GenerateRequest, GenerationError, UnavailableError
 from app.logs import FIELDS
 from app.metrics.samples import METRICS
 from engine.errors import ClientLimitError, InvalidRequestError
@@ -104,6 +105,41 @@ def test_the_outcome_tells_how_the_work_ended(error: BaseException | None, outco
         if error is not None:
             raise error
     assert record.outcome == outcome
+
+
+def test_the_status_of_a_stream_that_fails_is_the_one_that_was_sent(
+    server: LocalServer,
+    http: httpx.Client,
+    records: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The headers go out after a second without a token, too."""
+    answered = threading.Event()
+
+    async def fails(request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        await asyncio.to_thread(answered.wait, 60)
+        raise UnavailableError("none")
+        yield  # makes it a generator
+
+    monkeypatch.setattr(server.client, "generate", fails)
+    body = {**COUNT, "stream": True}
+    monkeypatch.setattr(sse, "HEADERS_WITHIN_S", 0.01)
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        answered.set()
+        assert b'"code": "unavailable"' in answer.read()
+    monkeypatch.setattr(sse, "HEADERS_WITHIN_S", 60.0)
+    assert http.post("/v1/completions", json=body).status_code == 503
+    ends = [(fields["outcome"], fields["status"]) for fields in wait_for(records, 2)]
+    assert ends == [("unavailable", 200), ("unavailable", 503)]
+
+
+def test_an_error_between_the_first_token_and_the_headers_has_its_own_status() -> None:
+    record = RequestRecord(Caller("", "r"), "chat", True)
+    record.token(0, 1, None)
+    with pytest.raises(ZeroDivisionError), record.running():
+        raise ZeroDivisionError
+    assert (record.outcome, record.status) == ("internal", 500)
 
 
 def test_tokens_that_arrive_together_share_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
