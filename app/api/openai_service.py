@@ -263,9 +263,13 @@ class OpenAIService:
     ) -> tuple[str, ...]:
         """The text of each prompt of the checked ``job``; as the client gave it, if no part was cut off."""
         echoes: list[str] = []
-        for given, prompt, kept in zip(request.prompts, prompts, job.prompts, strict=True):
-            whole = isinstance(given, str) and len(kept) == len(prompt)
-            echoes.append(str(given) if whole else await self._tokenizer.decode(kept, len(kept)))
+        for i, (given, prompt, kept) in enumerate(zip(request.prompts, prompts, job.prompts, strict=True)):
+            if isinstance(given, str) and len(kept) == len(prompt):
+                echoes.append(given)
+                continue
+            name = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+            cut = len(prompt) - len(kept)
+            echoes.append(await self._tokenizer.decode(kept, len(kept), name, "prompt", cut))
         return tuple(echoes)
 
     async def _with_bad_words(self, options: GenerationOptions) -> GenerationOptions:

@@ -131,8 +131,17 @@ class PromptTokenizer:
         encode = self._encode_raw if add_special_tokens else self._encode
         return await self._run(sum(map(len, texts)), lambda: [encode(text) for text in texts])
 
-    async def decode(self, tokens: Sequence[int], max_tokens: int) -> str:
+    async def decode(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        name: str = "tokens",
+        param: str = "tokens",
+        first: int = 0,
+    ) -> str:
         """The text of at most ``max_tokens`` tokens, with the names of special tokens.
+
+        Errors call them ``name``, of the field ``param``, and the first of them ``name[first]``.
 
         Raises:
             InvalidRequestError: they are more, or one is not in the vocabulary.
@@ -140,10 +149,10 @@ class PromptTokenizer:
         if len(tokens) > max_tokens:
             raise InvalidRequestError(
                 f"{len(tokens)} tokens exceed the context length of {max_tokens} tokens",
-                "tokens",
+                param,
                 "context_length_exceeded",
             )
-        return await self._run(len(tokens), lambda: self._decode(tokens))
+        return await self._run(len(tokens), lambda: self._decode(tokens, name, param, first))
 
     async def names(self, tokens: Sequence[int]) -> list[str]:
         """The vocabulary's entry of each token."""
@@ -230,12 +239,10 @@ class PromptTokenizer:
                 "context_length_exceeded",
             )
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        for i, token in enumerate(tokens):
+    def _decode(self, tokens: Sequence[int], name: str, param: str, first: int) -> str:
+        for i, token in enumerate(tokens, first):
             if not 0 <= token < 2**32 or self._backend.id_to_token(token) is None:
-                raise InvalidRequestError(
-                    f"tokens[{i}] is {show(token)} but is not in the vocabulary", "tokens"
-                )
+                raise InvalidRequestError(f"{name}[{i}] is {show(token)} but is not in the vocabulary", param)
         return str(self._backend.decode(tokens, skip_special_tokens=False))
 
     async def _run(self, chars: int, encode: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from local_server import MODEL, LocalServer
 
 from app.api.generated_response import INLINE_DETAILS
 from app.api.openai_responses import OpenAIReply
+from app.fleet.fleet_limits import FleetLimits
 
 COUNT: dict[str, Any] = {"model": MODEL, "prompt": "one, two, three, four,", "temperature": 0, "max_tokens": 8}
 ASK: dict[str, Any] = {
@@ -95,6 +97,27 @@ def test_echo_without_log_probabilities(http: httpx.Client) -> None:
         post(http, "completions", {**COUNT, "echo": True, "max_tokens": 0})["choices"][0]["text"]
         == COUNT["prompt"]
     )
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        ({"prompt": [5, 49_152]}, "prompt[1]"),
+        ({"prompt": ["a", [5, 49_152]]}, "prompt[1][1]"),
+        ({"prompt": [5, 6, 49_152], "truncate_prompt_tokens": 2}, "prompt[2]"),
+    ],
+)
+def test_what_cannot_be_echoed_is_a_fault_of_the_prompt(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], where: str
+) -> None:
+    """Models have more token ids than their tokenizers: matrices are padded."""
+    padded = dataclasses.replace(server.client.engine.limits, vocab_size=49_216)
+    monkeypatch.setattr(server.client, "limits", lambda: FleetLimits((padded,)))
+    answer = http.post("/v1/completions", json={**COUNT, **body, "echo": True})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"] == f"{where} is 49152 but is not in the vocabulary"
+    assert error["param"] == "prompt"
 
 
 def test_a_chat_has_the_log_probability_of_each_token(sdk: openai.OpenAI) -> None:
