@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from app.api.errors import ApiError
 from app.api.keys import ApiKey
-from engine.errors import InvalidRequestError, counted
+from engine.errors import InvalidRequestError, counted, shown
 
 MINUTE_S = 60.0
 
@@ -111,7 +111,7 @@ class KeyLimits:
         asked = 1 if max_tokens is None else max_tokens
         if prompt + asked > most:
             raise InvalidRequestError(
-                f"a prompt of {counted(prompt, 'token')} with {asked} more exceeds the "
+                f"a prompt of {counted(prompt, 'token')} with {shown(asked)} more exceeds the "
                 f"{counted(most, 'token')} that the key {self.key.id!r} may use in one context "
                 "(max_context_tokens)",
                 "max_tokens" if prompt < most else "prompt",

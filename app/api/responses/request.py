@@ -156,7 +156,7 @@ def _add_logprobs(chat: dict[str, Any], fields: dict[str, Any]) -> None:
         most = integer(fields, "top_logprobs", 0)
         if most and _LOGPROBS not in include:
             raise InvalidRequestError(
-                f"top_logprobs is {most} but include does not have {_LOGPROBS!r}; add it, or leave "
+                f"top_logprobs is {show(most)} but include does not have {_LOGPROBS!r}; add it, or leave "
                 "top_logprobs out",
                 "top_logprobs",
             )

@@ -136,6 +136,12 @@ def test_a_context_is_prompt_and_output(prompt: int, asked: int | None, allowed:
     assert KeyLimits(ApiKey(id="a", sha256=DIGEST)).context(prompt, asked) == asked
 
 
+def test_a_long_number_is_not_printed_whole() -> None:
+    limits = KeyLimits(ApiKey(id="a", sha256=DIGEST, max_context_tokens=100))
+    with pytest.raises(InvalidRequestError, match=r"with an integer of 13288 bits more exceeds"):
+        limits.context(1, 10**4000)
+
+
 def test_one_token_is_singular() -> None:
     limits = KeyLimits(ApiKey(id="a", sha256=DIGEST, max_context_tokens=1))
     with pytest.raises(InvalidRequestError, match=r"^a prompt of 1 token with 1 more exceeds the 1 token that"):

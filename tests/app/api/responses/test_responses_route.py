@@ -341,6 +341,7 @@ def test_fields_that_agents_send_are_taken() -> None:
         ("include", "a", "include is 'a' but must be a list of strings"),
         ("include", [["a"]], "include has a list of 1, which is not known"),
         ("top_logprobs", 3, "top_logprobs is 3 but include does not have 'message.output_text.logprobs'"),
+        ("top_logprobs", 10**100, "top_logprobs is an integer of 333 bits but include does not have"),
         ("top_logprobs", -1, "top_logprobs is -1"),
         ("stream_options", 1, "stream_options is 1"),
         ("stream_options", {"include_usage": True}, "stream_options is only allowed with stream true"),
