@@ -17,6 +17,9 @@ from app.logs import LogFormat, LogLevel
 from engine.models.folders import BUNDLED_NAME
 
 MAX_REPLICAS = 10_000
+MAX_CPUS = 10_000
+"""More than one node has."""
+
 MAX_SCALING_S = 500_000.0
 """Maximum of the scaling policy's times: Serve's controller must never find one out of range."""
 
@@ -282,6 +285,7 @@ class ScalingOptions(Group):
         None,
         "CPUs that one engine requests from Ray. `auto`: almost none; engines are spread over the nodes",
         ge=0,
+        le=MAX_CPUS,
     )
     threads: int | None = option(
         None, "CPU threads of one engine. `auto`: its share of the node's cores, at least 1", ge=1

@@ -205,6 +205,7 @@ def test_environment_wins() -> None:
         ({"engine_replicas": 0}, ["engine_replicas=0", "must be at least 1"]),
         ({"engine_cpus": 0.00005}, ["engine_cpus=5e-05", "must be 0 or at least 0.0001"]),
         ({"engine_cpus": -1}, ["engine_cpus=-1", "must be at least 0"]),
+        ({"engine_cpus": "inf"}, ["engine_cpus='inf'", "must be at most 10000"]),
         ({"engine_replicas": "many"}, ["engine_replicas='many'", "integer"]),
         ({"kv_memory": "2 bananas"}, ["kv_memory", "2 bananas", "GiB"]),
         ({"memory_fraction": 1.5}, ["memory_fraction=1.5", "must be at most 1"]),
@@ -226,6 +227,16 @@ def test_wrong_options_are_named_in_one_line(args: dict[str, object], words: lis
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    "name", ["drain_timeout_s", "stuck_after_s", "max_wait_s", "max_lag_s", "unavailable_after_s"]
+)
+def test_a_time_after_which_something_happens_may_be_infinite(name: str) -> None:
+    """Then it never happens."""
+    options = config.load({name: "inf"}, {})
+    group = options.service if name in ("drain_timeout_s", "stuck_after_s") else options.ingress
+    assert getattr(group, name) == math.inf
 
 
 def test_other_variables_are_passed_over_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
