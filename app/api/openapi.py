@@ -91,8 +91,8 @@ PARAMETERS: dict[str, Schema] = {
     "model": _described(_STRING, "A served model, by default the first; any other is a 404."),
     "prompt": _described(_PROMPT, "Text, token ids, or a list of these."),
     "messages": _list(_ref("ChatMessage"), 1, chat_messages.MAX_MESSAGES),
-    "max_tokens": _integer(1),
-    "max_completion_tokens": _integer(1, description="The newer name of `max_tokens`."),
+    "max_tokens": _integer(0, description="0 only with `echo` or `prompt_logprobs`."),
+    "max_completion_tokens": _integer(0, description="The newer name of `max_tokens`."),
     "min_tokens": _integer(0),
     "temperature": _number(0, 2),
     "top_p": {**_number(None, 1), "exclusiveMinimum": 0},
@@ -165,6 +165,7 @@ RESPONSES_PARAMETERS: dict[str, Schema] = {
 MESSAGES_PARAMETERS: dict[str, Schema] = {
     **PARAMETERS,
     "messages": _list(_OBJECT, 1, chat_messages.MAX_MESSAGES),
+    "max_tokens": _integer(1),
     "system": _any(_STRING, _list(_OBJECT)),
     "stop_sequences": _list(_STOP, 0, openai_types.MAX_STOPS),
     "tools": _list(_OBJECT, 0, tool_use.MAX_TOOLS, "With `name`, `description` and `input_schema`."),

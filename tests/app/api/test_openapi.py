@@ -128,6 +128,9 @@ def test_bounds_of_numbers_are_those_of_the_code(name: str) -> None:
         if bounds.get("type") not in ("integer", "number") or field == "priority":
             continue
         given = {**body, **(searching if field in ("beam_width", "length_penalty") else {})}
+        if name in ("CompletionRequest", "ChatRequest") and field in ("max_tokens", "max_completion_tokens"):
+            assert bounds["minimum"] == 0
+            given["prompt_logprobs"] = 1  # without it, at least 1
         for key, step in (("minimum", -1), ("maximum", 1), ("exclusiveMinimum", 0)):
             if key in bounds:
                 bound = bounds[key]
