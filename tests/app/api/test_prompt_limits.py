@@ -54,7 +54,7 @@ def test_the_ids_that_go_with_each_prompt_are_limited(named: str) -> None:
 
 
 def test_the_form_that_goes_with_each_prompt_is_limited() -> None:
-    """256 prompts with the longest schema took the ingress's loop 0.75 s to pack."""
+    """A form goes to an engine with each prompt, so 256 prompts multiply what it costs."""
 
     def asked(prompts: int, chars: int) -> GenerationJob:
         plain = job([[7]] * prompts)
