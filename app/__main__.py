@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 
 
@@ -58,8 +59,9 @@ def _as_option(switch: str) -> tuple[str, str]:
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
+    """Print a line at once. One that cannot be written is lost: the server outlives a full disk or its pipe."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

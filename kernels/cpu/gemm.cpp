@@ -281,6 +281,7 @@ void multiply_in_pairs(const PackedWeight& weight, const PackedWeight* next, con
                        int64_t rows, Bf16* y, int threads) {
   static thread_local quire::Scratch scratch;
   const int64_t depth = weight.in_features;
+  if (depth == 0) return multiply(weight, x, x_stride, rows, y, threads);
   if (depth % 2 != 0) {  // the last pair needs a zero
     Bf16* padded = scratch.room<Bf16>(rows * (depth + 1));
     for (int64_t r = 0; r < rows; ++r) {

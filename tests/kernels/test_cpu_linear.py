@@ -138,12 +138,17 @@ def test_rounds_to_nearest_even(calls: Calls, dtype: torch.dtype) -> None:
     assert not torch.equal(x[:, 0], expected)
 
 
-def test_no_columns_no_features_no_rows(calls: Calls) -> None:
-    assert linear(calls, torch.ones(3, 4), panels(calls, torch.ones(0, 4)), 2).shape == (3, 0)
-    assert linear(calls, torch.ones(0, 4), panels(calls, torch.ones(5, 4)), 2).shape == (0, 5)
-    bias = torch.arange(5.0)
-    y = linear(calls, torch.ones(3, 0), panels(calls, torch.ones(5, 0), bias), 2)
-    assert torch.equal(y, bias.expand(3, 5))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_no_columns_no_features_no_rows(calls: Calls, dtype: torch.dtype) -> None:
+    def product(rows: int, depth: int, columns: int, bias: Tensor | None = None) -> Tensor:
+        weight = panels(calls, torch.ones(columns, depth, dtype=dtype), bias)
+        return linear(calls, torch.ones(rows, depth, dtype=dtype), weight, 2)
+
+    assert product(3, 4, 0).shape == (3, 0)
+    assert product(0, 4, 5).shape == product(0, 0, 5).shape == (0, 5)
+    bias = torch.arange(5.0, dtype=dtype)
+    for rows in (3, 40):
+        assert torch.equal(product(rows, 0, 5, bias), bias.expand(rows, 5))
 
 
 def test_a_recorded_product_knows_the_next_weight(calls: Calls) -> None:

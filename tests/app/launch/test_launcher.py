@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -721,6 +722,18 @@ def test_a_server_watches_the_room_for_its_files(tmp_path: Path, monkeypatch: py
     said: list[str] = []
     launcher.serve_here({"port": str(free_port())}, said.append)
     assert [line.split(";")[0] for line in said[-2:]] == ["too little", "stopping (up to half a minute) ..."]
+
+
+def test_a_server_outlives_what_its_lines_are_printed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That may be a file in the full ``/tmp`` that a line is about."""
+
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("sys.stdout", full := Full())
+    command.say("too little")
+    assert full.getvalue() == "too little\n"
 
 
 def test_options_may_follow_switches(capsys: pytest.CaptureFixture[str]) -> None:
