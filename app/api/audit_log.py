@@ -6,8 +6,9 @@ A JSON object for each request that was admitted, and for each administrator's a
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging.handlers import WatchedFileHandler
 from typing import Any
 
@@ -16,8 +17,27 @@ from app.api.errors import outcome_of
 from app.logs import FIELDS, JsonFormatter
 from engine.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 _logger = logging.getLogger("audit")
 _logger.propagate = False
+
+
+class _AuditFile(WatchedFileHandler):
+    """Loses lines that cannot be written, and says so in the log: no request fails for them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the file was moved away, and cannot be created again
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            logger.error("a line of the audit log is lost: %s", error)
+        else:
+            super().handleError(record)
 
 
 def audit_to(path: str | None, process: str) -> None:
@@ -27,12 +47,13 @@ def audit_to(path: str | None, process: str) -> None:
         ConfigError: it cannot be written.
     """
     try:
-        handler = None if path is None else WatchedFileHandler(path, encoding="utf-8")
+        handler = None if path is None else _AuditFile(path, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"audit_log={path} cannot be written: {error.strerror or error}") from error
     for old in _logger.handlers[:]:
         _logger.removeHandler(old)
-        old.close()
+        with suppress(OSError):  # of a line for which there was no room
+            old.close()
     _logger.setLevel(logging.CRITICAL if handler is None else logging.INFO)
     if handler is not None:
         handler.setFormatter(JsonFormatter(process))

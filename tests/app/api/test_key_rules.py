@@ -123,6 +123,34 @@ def test_the_audit_log_has_a_line_for_each_request(http: httpx.Client, tmp_path:
 
 
 @pytest.mark.usefixtures("keys")
+def test_no_request_fails_for_a_line_that_the_audit_log_loses(
+    http: httpx.Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its folder has gone, and comes back; its disk is full."""
+    folder = tmp_path / "audit"
+    folder.mkdir()
+
+    def ask() -> int:
+        return http.post("/tokenize", json={"prompt": "a"}, headers={"x-api-key": "narrow"}).status_code
+
+    try:
+        audit_to(str(folder / "log"), "ingress:1")
+        folder.rename(tmp_path / "yesterday")
+        assert [ask(), ask()] == [200, 200]
+        folder.mkdir()
+        assert ask() == 200
+        assert (folder / "log").read_text().count("\n") == 1
+        if Path("/dev/full").exists():
+            audit_to("/dev/full", "ingress:1")
+            assert ask() == 200
+            assert "No space left on device" in caplog.messages[-1]
+    finally:
+        audit_to(None, "")
+    lost = [message for message in caplog.messages if "audit log" in message]
+    assert len(lost) == 2 + Path("/dev/full").exists()
+
+
+@pytest.mark.usefixtures("keys")
 def test_only_an_administrators_key_resets_the_cache(
     server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
