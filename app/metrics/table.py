@@ -125,7 +125,11 @@ TABLE: tuple[Metric, ...] = (
         ("route", "outcome"),
     ),
     _counter(
-        _I, "refused_requests", "Requests answered with a 429 or 503, by the error's code.", "reason", *REFUSALS
+        _I,
+        "refused_requests",
+        "Requests answered with a 429 or 503, and streams that ended with such an error, by its code.",
+        "reason",
+        *REFUSALS,
     ),
     _counter(_I, "key_requests", "Each API key's requests that have ended.", "key"),
     _counter(_I, "key_prompt_tokens", "Prompt tokens of each API key's requests.", "key"),

@@ -24,7 +24,7 @@ WINDOW = 128
 """Outputs whose lengths are remembered at most, the last ones: with more, a change of lengths shows later."""
 
 FEWEST, PER_RUNNING = 32, 4
-"""The same where fewer run: so many, and so many for each that runs. A change shows after as many turns."""
+"""The same where few run: ``PER_RUNNING`` for each, at least ``FEWEST``. So a change shows in a few turns."""
 
 ENOUGH = 16
 """Fewer lengths say too little."""
@@ -49,17 +49,17 @@ class Output(NamedTuple):
 class OutputLengths:
     """The lengths in tokens of the last outputs that ended by themselves or at their limit.
 
-    ``clock`` is in tokens that a sequence has made which ran all the time.
+    ``clock`` counts the tokens of a sequence that has run all the time.
     """
 
     def __init__(self) -> None:
         self.recent: deque[Output] = deque()
         self.clock = 0.0
         self.since = -math.inf
-        """The last output that is forgotten ended then."""
+        """When the last of the forgotten outputs ended, by the clock."""
 
     def passed(self, tokens: float) -> None:
-        """Sequences have made so many tokens each."""
+        """Each running sequence has made so many more tokens, on average."""
         self.clock += tokens
 
     def add(self, tokens: int, at_limit: bool = False) -> None:
@@ -68,7 +68,7 @@ class OutputLengths:
         self._forget(WINDOW)
 
     def adapt(self, running: int) -> None:
-        """Remember no more outputs than tell how long those are that run now."""
+        """Remember no more than a few outputs for each sequence that runs now."""
         self._forget(max(PER_RUNNING * running, FEWEST))
 
     def _forget(self, most: int) -> None:
