@@ -216,8 +216,9 @@ class LLM:
         else:
             collected, wanted = {}, {request.request_id: request.params for request in requests}
             requests = [_ranked_later(request) for request in requests]
+            decoder = self._decoder  # if it fails, nothing has run
             for request in requests:
-                text_of = partial(self._output_text, continues_text, stops, request.params.min_tokens)
+                text_of = partial(_output_text, decoder, continues_text, stops, request.params.min_tokens)
                 collected[request.request_id] = _Collected(request, text_of)
         running = dict(collected)
         try:
@@ -357,13 +358,10 @@ class LLM:
             raise ConfigError(f"the tokenizer in {self.folder} has no fast form, which stop strings need")
         return TextDecoder(backend)
 
-    def _output_text(self, continues_text: bool, stops: Sequence[str], min_tokens: int) -> OutputText:
-        return OutputText(self._decoder.detokenizer(continues_text=continues_text), stops, min_tokens)
-
     def _text(self, made: list[int], reason: FinishReason, continues_text: bool) -> str:
         """A sequence's text, the same as if there were stop strings to look for."""
         try:
-            return self._output_text(continues_text, (), 0).push(made, reason)
+            return _output_text(self._decoder, continues_text, (), 0).push(made, reason)
         except ConfigError:
             return str(self.tokenizer.decode(made, skip_special_tokens=True))
 
@@ -384,6 +382,12 @@ class LLM:
         return RequestResult(
             request.token_ids, last[min(last)].cached_tokens, sequences, error, collected.prompt_logprobs
         )
+
+
+def _output_text(
+    decoder: TextDecoder, continues_text: bool, stops: Sequence[str], min_tokens: int
+) -> OutputText:
+    return OutputText(decoder.detokenizer(continues_text=continues_text), stops, min_tokens)
 
 
 def _ranked_later(request: Request) -> Request:

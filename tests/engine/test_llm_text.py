@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from engine import LLM, SamplingParams
-from engine.errors import InvalidRequestError
+from engine.errors import ConfigError, InvalidRequestError
 from engine.request import FinishReason
 
 COUNT = "one, two, three, four,"
@@ -111,23 +111,38 @@ def test_what_a_chat_template_raises_is_a_refusal(llm: LLM) -> None:
             llm.chat(ASK, GREEDY, chat_template_kwargs={"chat_template": template})
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def save_words(folder: Path, decoder: decoders.Decoder) -> None:
     """A model whose tokens are words with a space before them, as SentencePiece writes them."""
-    folder = tmp_path_factory.mktemp("words")
     save_tiny(folder, "Llama", eos_token_id=1, bos_token_id=0)
     tokenizer = Tokenizer(models.BPE({f"\u2581w{i}" if i else "x": i for i in range(VOCAB)}, []))
+    tokenizer.decoder = decoder
+    hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    hf.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    hf.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tmp_path_factory.mktemp("words")
     parts = [
         decoders.Replace("\u2581", " "),
         decoders.ByteFallback(),
         decoders.Fuse(),
         decoders.Strip(" ", 1, 0),
     ]
-    tokenizer.decoder = decoders.Sequence(parts)
-    hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    hf.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    hf.save_pretrained(folder)
+    save_words(folder, decoders.Sequence(parts))
     return LLM(folder, dtype="float32", num_blocks=64, num_threads=1)
+
+
+def test_stop_strings_in_text_of_an_unknown_kind_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    """Without them, the tokenizer itself makes the text."""
+    save_words(tmp_path, decoders.WordPiece())
+    llm = LLM(tmp_path, dtype="float32", num_blocks=64, num_threads=1)
+    only = SamplingParams(max_tokens=2, temperature=0, allowed_token_ids=(5,))
+    with pytest.raises(ConfigError, match="WordPiece"):
+        llm.generate([[3]], only, stop="never there")
+    assert llm.engine.stats().scheduler.generated_tokens == 0
+    assert llm.generate([[3]], only)[0].text == "\u2581w5 \u2581w5"
 
 
 @pytest.mark.parametrize("stop", [(), "never there"])
