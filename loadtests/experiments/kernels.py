@@ -187,7 +187,7 @@ class Cpu:
             self._rounds, replay, theirs, *(each for call in calls for each in (pause, call)), pause
         )
         limits = [amount / min(times) for times in zip(*turns[3:-1:2], strict=True)]
-        return sorted(zip(*turns[:2], limits, strict=True), key=lambda turn: turn[0] * turn[2])[self._rounds // 2]
+        return sorted(zip(*turns[:2], limits, strict=True), key=lambda one: one[0] * one[2])[self._rounds // 2]
 
     def _attention(self, name: str, requests: int, context: int, queries: int) -> tuple[Tensors, Call]:
         q, pool, metadata = CPU_HEADS.step(requests, context, queries, LAYERS, "cpu")
