@@ -19,6 +19,13 @@ X = torch.linspace(-3, 3, 96 * 256).view(96, 256).sin()
 WEIGHT = torch.linspace(-1, 1, 700 * 256).view(700, 256).cos()
 
 
+def run_alone(code: str) -> str:
+    """What ``code`` prints in a process of its own, which must succeed."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def multiply(threads: int, rows: int = 96) -> Tensor:
     kernels = CpuKernels(threads)
     return kernels.linear(X[:rows], kernels.pack_linear(WEIGHT, None))
@@ -96,8 +103,7 @@ def test_as_many_threads_as_cpus_keep_apart() -> None:
         "    run(len(cpus))\n"
         "    assert places() == [[other] for other in cpus if other != cpu], (cpu, places())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    run_alone(code)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
@@ -115,8 +121,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
         "if child == 0: os._exit(0 if right() else 1)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and right()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    run_alone(code)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits a process's memory")
@@ -135,8 +140,7 @@ def test_memory_that_runs_out_is_an_error_of_the_call() -> None:
         "    try: kernels.linear(x, packed)\n"
         "    except MemoryError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout == 2 * "no memory for the product of 64 rows of 1048576\n", done.stderr
+    assert run_alone(code) == 2 * "no memory for the product of 64 rows of 1048576\n"
 
 
 def test_the_library_uses_no_openmp_runtime() -> None:
