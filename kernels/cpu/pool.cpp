@@ -45,9 +45,29 @@ bool spin(std::chrono::microseconds limit, const Done& done) {
     return false;
 }
 
+// While it lives, the calling thread takes no signals, nor do the threads that it starts, ever.
+class SignalsBlocked {
+  public:
+    SignalsBlocked() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    SignalsBlocked(const SignalsBlocked&) = delete;
+    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+  private:
+    sigset_t before_;
+};
+
+thread_local bool in_part = false;  // of a job of the pool
+
 class Pool {
   public:
     void run(int64_t count, int64_t parts, int threads, Part part, const void* context) {
+        // A thread may not even try to lock a mutex that it holds, as the caller does while it runs parts.
+        if (in_part) return part(context, 0, count);
         std::unique_lock<std::mutex> only(callers_, std::try_to_lock);
         if (!only.owns_lock()) return part(context, 0, count);
         parts = std::min(parts, MOST_PARTS);
@@ -89,11 +109,13 @@ class Pool {
             const int64_t count = count_;
             // What was just read belongs to this job if it still has its unclaimed part, for then it has not ended.
             if (!state_.compare_exchange_weak(state, state + 1)) continue;
+            in_part = true;
             try {
                 part(context, next * count / parts, (next + 1) * count / parts);
             } catch (const std::bad_alloc&) {
                 failed_ = true;
             }
+            in_part = false;
             if (++ended_ == static_cast<int64_t>(parts) && caller_sleeps_) {
                 std::lock_guard<std::mutex> lock(mutex_);
                 end_.notify_one();
@@ -114,23 +136,22 @@ class Pool {
         }
     }
 
-    // Workers take no signals, so that the process's handlers run where it expects them.
+    // As many as the system has threads and memory for: fewer do the work, and the next job tries again. They take no
+    // signals, so that the process's handlers run where it expects them.
     void add_workers(int wanted) {
         if (workers_ >= wanted) return;
-        handles_.reserve(wanted), places_.reserve(wanted);
-        if (workers_ == 0) cpus_ = usable_cpus();
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
+            handles_.reserve(wanted), places_.reserve(wanted);
+            if (workers_ == 0) cpus_ = usable_cpus();
+            const SignalsBlocked blocked;
             for (; workers_ < wanted; ++workers_) {
                 std::thread worker([this, thread = workers_ + 1] { serve(thread); });
                 handles_.push_back(worker.native_handle()), places_.push_back(ANYWHERE);
                 worker.detach();
             }
-        } catch (const std::system_error&) {  // the system gives no more threads: fewer do the work
+        } catch (const std::system_error&) {
+        } catch (const std::bad_alloc&) {
         }
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
     static std::vector<int> usable_cpus() {

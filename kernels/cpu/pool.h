@@ -16,7 +16,7 @@ using Part = void (*)(const void* context, int64_t begin, int64_t end);
 
 // Runs `part` for each of `parts` ranges of nearly equal length that cover 0 .. count, on up to `threads` threads
 // with the calling one, and returns when all have ended. While another thread of the process is in here, the
-// caller runs alone. Throws std::bad_alloc if a part did; the others still run.
+// caller runs alone, and so does a part that comes in here. Throws std::bad_alloc if a part did; the others still run.
 void run_parts(int64_t count, int64_t parts, int threads, Part part, const void* context);
 
 // body(begin, end) for ranges that cover 0 .. count.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import CpuKernels
-from kernels.cpu.build import load_library
+from kernels.cpu.build import FLAGS, SOURCE_FOLDER, find_compilers, load_library
 
 ROOT = Path(__file__).parents[2]
 X = torch.linspace(-3, 3, 96 * 256).view(96, 256).sin()
@@ -147,3 +147,31 @@ def test_the_library_uses_no_openmp_runtime() -> None:
     """Torch has one; a second pool that waits at barriers would fight for the cores."""
     library = Path(load_library()._name).read_bytes()
     assert not any(name in library for name in (b"GOMP_", b"__kmpc_", b"omp_get"))
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program of ``pool_cases.cpp``."""
+    program = tmp_path_factory.mktemp("pool") / "pool_cases"
+    flags = ["-O1" if flag == "-O3" else flag for flag in FLAGS]
+    source = Path(__file__).with_name("pool_cases.cpp")
+    command = [*find_compilers()[0], *flags, f"-I{SOURCE_FOLDER}", str(source), "-o", str(program), "-ldl"]
+    subprocess.run(command, check=True)
+    return program
+
+
+def run_case(cases: Path, name: str) -> None:
+    done = subprocess.run([cases, name], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="replaces functions of the C library")
+@pytest.mark.parametrize("name", ["no-thread", "two-threads", *(f"memory-{count}" for count in range(7))])
+def test_a_job_without_all_of_its_threads_is_done_by_the_others(cases: Path, name: str) -> None:
+    """However early threads, or the memory to start them, run out. The caller's signals stay as they were."""
+    run_case(cases, name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="replaces functions of the C library")
+def test_a_job_within_a_job_runs_on_the_thread_that_starts_it(cases: Path) -> None:
+    run_case(cases, "nested")

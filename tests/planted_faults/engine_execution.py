@@ -64,6 +64,20 @@ EXECUTION: list[Fault] = [
         "an offline engine's prompts wait for the system to map the pool",
     ),
     Fault(
+        "kernels/cpu/pool.cpp",
+        "if (in_part) return part(context, 0, count);",
+        "",
+        ("kernels/test_cpu_pool.py",),
+        "a job within a job locks a mutex that its thread holds",
+    ),
+    Fault(
+        "kernels/cpu/pool.cpp",
+        "        } catch (const std::bad_alloc&) {\n        }\n",
+        "        }\n",
+        ("kernels/test_cpu_pool.py",),
+        "memory that runs out while threads start ends the process",
+    ),
+    Fault(
         "kernels/cpu/pool.h",
         "if (round == rounds) return count;",
         "if (round == rounds) return count - 1;",
