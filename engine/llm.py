@@ -211,12 +211,15 @@ class LLM:
         if wrong := [text for text in stops if not isinstance(text, str)]:
             raise InvalidRequestError(f"stop has {shown(wrong[0])} but its entries must be strings", "stop")
         requests = self._requests(prompts, params, CacheNamespace() if namespace is None else namespace)
+        decodes = self._tokenizer is not None or has_tokenizer(self.folder)
+        decoder = self._decoder if stops or (decodes and requests) else ""  # if it fails, nothing has run
         if not stops:
             collected = {request.request_id: _Collected(request) for request in requests}
         else:
             collected, wanted = {}, {request.request_id: request.params for request in requests}
             requests = [_ranked_later(request) for request in requests]
-            decoder = self._decoder  # if it fails, nothing has run
+            if isinstance(decoder, str):
+                raise ConfigError(decoder)
             for request in requests:
                 text_of = partial(_output_text, decoder, continues_text, stops, request.params.min_tokens)
                 collected[request.request_id] = _Collected(request, text_of)
@@ -228,7 +231,7 @@ class LLM:
         finally:
             for request_id in running:
                 self.engine.abort(request_id)
-        results = [self._result(each, continues_text) for each in collected.values()]
+        results = [self._result(each, continues_text, decodes) for each in collected.values()]
         if stops:
             results = [_ranked(result, wanted[name]) for name, result in zip(collected, results, strict=True)]
         failed = [result.error for result in results if result.error is not None]
@@ -351,23 +354,25 @@ class LLM:
         return [int(t) if isinstance(t, Integral) and not isinstance(t, bool) else t for t in prompt]
 
     @cached_property
-    def _decoder(self) -> TextDecoder:
-        """Raises ``ConfigError`` for tokenizers of other kinds than it knows."""
+    def _decoder(self) -> TextDecoder | str:
+        """What makes text token by token, or why there is none for tokenizers of this kind."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise ConfigError(f"the tokenizer in {self.folder} has no fast form, which stop strings need")
-        return TextDecoder(backend)
+            return f"the tokenizer in {self.folder} has no fast form, which stop strings need"
+        try:
+            return TextDecoder(backend)
+        except ConfigError as error:
+            return str(error)
 
     def _text(self, made: list[int], reason: FinishReason, continues_text: bool) -> str:
         """A sequence's text, the same as if there were stop strings to look for."""
-        try:
-            return _output_text(self._decoder, continues_text, (), 0).push(made, reason)
-        except ConfigError:
+        decoder = self._decoder
+        if isinstance(decoder, str):
             return str(self.tokenizer.decode(made, skip_special_tokens=True))
+        return _output_text(decoder, continues_text, (), 0).push(made, reason)
 
-    def _result(self, collected: _Collected, continues_text: bool) -> RequestResult:
+    def _result(self, collected: _Collected, continues_text: bool, decodes: bool) -> RequestResult:
         request, last = collected.request, collected.last
-        decodes = self._tokenizer is not None or has_tokenizer(self.folder)
         sequences = []
         for number in sorted(last):
             made = collected.token_ids[number]

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError, InvalidRequestError
 from engine.request import FinishReason
+from engine.text import TextDecoder
 
 COUNT = "one, two, three, four,"
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
@@ -134,15 +135,35 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(folder, dtype="float32", num_blocks=64, num_threads=1)
 
 
-def test_stop_strings_in_text_of_an_unknown_kind_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    """Without them, the tokenizer itself makes the text."""
+def test_stop_strings_in_text_of_an_unknown_kind_are_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them, the tokenizer itself makes the text. That the kind is unknown is found out once."""
+    tried: list[Tokenizer] = []
+
+    def try_decoder(backend: Tokenizer) -> TextDecoder:
+        tried.append(backend)
+        return TextDecoder(backend)
+
+    monkeypatch.setattr("engine.llm.TextDecoder", try_decoder)
     save_words(tmp_path, decoders.WordPiece())
     llm = LLM(tmp_path, dtype="float32", num_blocks=64, num_threads=1)
     only = SamplingParams(max_tokens=2, temperature=0, allowed_token_ids=(5,))
     with pytest.raises(ConfigError, match="WordPiece"):
         llm.generate([[3]], only, stop="never there")
     assert llm.engine.stats().scheduler.generated_tokens == 0
-    assert llm.generate([[3]], only)[0].text == "\u2581w5 \u2581w5"
+    for _ in range(2):
+        assert [result.text for result in llm.generate([[3], [4]], only)] == ["\u2581w5 \u2581w5"] * 2
+    assert len(tried) == 1
+
+
+def test_a_tokenizer_that_cannot_be_read_is_an_error_before_anything_runs(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama")
+    (tmp_path / "tokenizer.json").write_text("{")
+    llm = LLM(tmp_path, dtype="float32", num_blocks=64, num_threads=1)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        llm.generate([[3]], GREEDY)
+    assert llm.engine.stats().scheduler.generated_tokens == 0
 
 
 @pytest.mark.parametrize("stop", [(), "never there"])
