@@ -60,7 +60,7 @@ class LoadReporter:
     def read(self) -> EngineLoad:
         """The load now; 50 ns for each running sequence, and what the pending prefill costs.
 
-        Where slots or blocks are scarce, expected ends cost 0.3 ms or more, at most every :data:`ENDS_EVERY_S`.
+        Where slots or blocks are scarce, expected ends cost 0.2 ms or more, at most every :data:`ENDS_EVERY_S`.
         """
         state, pool = self._state, self._state.pool
         ends = self._expected_ends()

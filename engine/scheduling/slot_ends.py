@@ -17,14 +17,21 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import copy
 from itertools import accumulate, pairwise
-from operator import mul
+from operator import itemgetter, mul
 from typing import NamedTuple
 
-WINDOW = 128
-"""Outputs whose lengths are remembered at most, the last ones: with more, a change of lengths shows later."""
+import numpy as np
+
+WINDOW = 1024
+"""Outputs whose lengths are remembered at most, the last ones."""
+
+MANY = 128
+"""Where more run, one output for each is remembered: with fewer, estimates vary more; with more, a change of
+lengths shows later."""
 
 FEWEST, PER_RUNNING = 32, 4
-"""The same where few run: ``PER_RUNNING`` for each, at least ``FEWEST``. So a change shows in a few turns."""
+"""Where fewer run, ``PER_RUNNING`` for each up to ``MANY``, and at least ``FEWEST``: a change shows in a few
+turns."""
 
 ENOUGH = 16
 """Fewer lengths say too little."""
@@ -68,8 +75,8 @@ class OutputLengths:
         self._forget(WINDOW)
 
     def adapt(self, running: int) -> None:
-        """Remember no more than a few outputs for each sequence that runs now."""
-        self._forget(max(PER_RUNNING * running, FEWEST))
+        """Remember no more outputs than are wanted for so many sequences that run now."""
+        self._forget(max(min(PER_RUNNING * running, MANY), running, FEWEST))
 
     def _forget(self, most: int) -> None:
         """Forget the oldest outputs if there are more."""
@@ -103,32 +110,31 @@ class _Law:
     def __init__(self, lengths: OutputLengths, running: Sequence[Running]) -> None:
         known, since = lengths.recent, lengths.since
         past = lengths.clock - since
+        made = np.array([one.made for one in running], dtype=np.float64)
+        whole, at_limit, ended = (np.array(each, dtype=np.float64) for each in zip(*known, strict=True))
         # Tokens, whether it is longer or would be without its limit, and tokens that it had made when it was
         # first observed: fewer than its tokens if it ended.
-        observed = [
-            (tokens, at_limit, max(tokens - max(ended - since, 1.0), 0.0)) for tokens, at_limit, ended in known
-        ]
-        observed += [(made, True, made - past if made > past else 0.0) for made, _ in running]
-        observed.sort()
-        entries = sorted([entry for _, _, entry in observed])
-        self._lengths = [tokens for tokens, _, _ in observed]
-        self._shares = [1.0]  # before the first of the lengths, between it and the second, ...
-        share = 1.0
-        for place, (tokens, goes_on, _) in enumerate(observed):
-            if not goes_on:
-                at_risk = bisect_left(entries, tokens) - place
-                share *= (at_risk - 1) / at_risk
-            self._shares.append(share)
+        tokens = np.concatenate((whole, made))
+        goes_on = np.concatenate((at_limit, np.ones(len(made)))) > 0.0
+        entries = np.concatenate(
+            (np.maximum(whole - np.maximum(ended - since, 1.0), 0.0), np.where(made > past, made - past, 0.0))
+        )
+        order = np.lexsort((goes_on, tokens))
+        tokens, goes_on, entries = tokens[order], goes_on[order], entries[order]
+        # Below 1 only for those that have made nothing yet.
+        at_risk = np.maximum(np.searchsorted(np.sort(entries), tokens) - np.arange(len(tokens)), 1)
+        shares = np.cumprod(np.where(goes_on, 1.0, (at_risk - 1) / at_risk))
+        self._lengths: list[float] = tokens.tolist()
+        # before the first of the lengths, between it and the second, ...
+        self._shares: list[float] = [1.0, *shares.tolist()]
         self._last = self._lengths[-1]
         # If all known outputs ended at their limits, nothing ends by itself.
-        tail = [tokens for tokens, goes_on, _ in observed if not goes_on][-_TAIL:]
-        begin = tail[0] if len(tail) == _TAIL else 0
-        later = observed[bisect_left(self._lengths, begin) :]
-        beyond = sum([max(tokens - max(entry, begin), 0.0) for tokens, _, entry in later])
-        self._excess = max(beyond / len(tail) if tail else math.inf, 1.0)
+        tail = tokens[~goes_on][-_TAIL:]
+        begin = tail[0] if len(tail) == _TAIL else 0.0
+        beyond = float(np.maximum(tokens - np.maximum(entries, begin), 0.0).sum())
+        self._excess = max(beyond / len(tail) if len(tail) else math.inf, 1.0)
         # Sequences that are longer than all known outputs say together how far beyond these the next end is.
-        longest = max([output.tokens for output in known])
-        self._ahead = float(sum([one.made - longest for one in running if one.made > longest]))
+        self._ahead = float(np.maximum(made - whole.max(), 0.0).sum())
 
     def until_next(self) -> _Law:
         """The law for the next end alone."""
@@ -177,9 +183,10 @@ def slot_ends(running: Iterable[Running], lengths: OutputLengths, next_limits: I
     """What to expect of running sequences if outputs without limits are as long as the known ones.
 
     ``next_limits`` are the most tokens that each of the next sequences may make, by default as many as those
-    that run. Takes 0.3 ms, and 1 us for each sequence.
+    that run. Takes 0.2 ms, and 0.5 us for each sequence.
     """
-    each = sorted(running, reverse=True)
+    each = sorted(running, key=itemgetter(1), reverse=True)
+    each.sort(key=itemgetter(0), reverse=True)  # numbers twice take less time than tuples once
     if len(lengths.recent) < ENOUGH or not each:
         return SlotEnds()
     law = _Law(lengths, each)
