@@ -14,6 +14,9 @@ from engine.request import check_prompt_scores
 MAX_IDS = 2**18
 """Token ids that the options of a request name for all its prompts together, if these are several."""
 
+MAX_BIASES = 2**14
+"""Entries of ``logit_bias``, counted once for each prompt of a request. One costs as much as 16 ids."""
+
 MAX_FORM_CHARS = 2**20
 """Characters of the output's form, counted once for each prompt of a request."""
 
@@ -80,6 +83,7 @@ def check_prompts(job: GenerationJob, limits: FleetLimits) -> None:
     """Refuse what the engine would refuse, while the response can still have an error status."""
     check_prompt_scores(job.prompt_tokens, job.options.params)  # of all together
     _check_ids(job)
+    _check_biases(job)
     _check_form(job)
     for prompt in job.prompts:
         _check_prompt(prompt, job, limits)
@@ -99,6 +103,17 @@ def _check_ids(job: GenerationJob) -> None:
             f"prompt has {prompts} entries, and {name} has {named[name]} token ids for each, but at most "
             f"{MAX_IDS} ids are allowed for all prompts together; send fewer prompts at a time",
             name,
+        )
+
+
+def _check_biases(job: GenerationJob) -> None:
+    """Each prompt goes to an engine with all entries, which both loops check one by one."""
+    biases, prompts = len(job.options.params.bias), len(job.prompts)
+    if prompts * biases > MAX_BIASES:
+        raise InvalidRequestError(
+            f"prompt has {prompts} entries, and logit_bias has {biases} for each, but at most {MAX_BIASES} are "
+            "allowed for all prompts together; send fewer prompts at a time",
+            "logit_bias",
         )
 
 

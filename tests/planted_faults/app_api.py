@@ -176,6 +176,13 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/prompt_limits.py",
+        "    if prompts * biases > MAX_BIASES:\n",
+        "    if biases > MAX_BIASES:\n",
+        ("app/api/test_prompt_limits.py",),
+        "256 prompts with long lists of biases stop the loops of ingress and engine",
+    ),
+    Fault(
+        "app/api/prompt_limits.py",
         " or longest + most >= limits.max_tokens:\n",
         ":\n",
         ("app/api/test_prompt_limits.py",),

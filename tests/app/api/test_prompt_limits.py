@@ -53,6 +53,23 @@ def test_the_ids_that_go_with_each_prompt_are_limited(named: str) -> None:
     assert caught.value.param == named
 
 
+def test_the_biases_that_go_with_each_prompt_are_limited() -> None:
+    """256 prompts with 1,024 of them held up the ingress's loop for half a second."""
+
+    def asked(prompts: int, biases: int) -> GenerationJob:
+        plain = job([[7]] * prompts)
+        params = replace(plain.options.params, logit_bias=dict.fromkeys(range(biases), 1.0))
+        return replace(plain, options=replace(plain.options, params=params))
+
+    limits = FleetLimits((ModelLimits(vocab_size=2000, max_model_len=64, num_blocks=16, block_size=4),))
+    check_prompts(asked(16, 1024), limits)
+    check_prompts(asked(256, 64), limits)
+    said = "256 entries, and logit_bias has 65 for each, .* 16384 "
+    with pytest.raises(InvalidRequestError, match=said) as caught:
+        check_prompts(asked(256, 65), limits)
+    assert caught.value.param == "logit_bias"
+
+
 def test_the_form_that_goes_with_each_prompt_is_limited() -> None:
     """A form goes to an engine with each prompt, so 256 prompts multiply what it costs."""
 
