@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -185,7 +186,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._include = include
-        self._stops = [(stop, _failure_table(stop)) for stop in stops]
+        self._stops = [(stop, failure_table(stop)) for stop in stops]
         self._first = frozenset(stop[0] for stop in stops)
         self._matched = [0] * len(stops)  # characters of each stop string at the end of the text
         self._held = ""
@@ -299,8 +300,12 @@ class OutputText:
         return text if self._matcher is None else self._matcher.push(text) + self._matcher.flush()
 
 
-def _failure_table(stop: str) -> list[int]:
-    """For each prefix of ``stop``, the length of its longest proper suffix that is also a prefix."""
+@lru_cache(maxsize=128)
+def failure_table(stop: str) -> Sequence[int]:
+    """For each prefix of ``stop``, the length of its longest proper suffix that is also a prefix.
+
+    Kept, because all choices of a request look for the same strings.
+    """
     table = [0] * len(stop)
     k = 0
     for i in range(1, len(stop)):

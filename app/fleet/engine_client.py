@@ -185,8 +185,7 @@ class EngineClient:
             limits.validate(request.token_ids, request.params)
         if request.params.seed is None:
             # Drawn here, so that sampling continues the same on another replica.
-            params = dataclasses.replace(request.params, seed=secrets.randbits(63))
-            request = dataclasses.replace(request, params=params)
+            request = dataclasses.replace(request, params=request.params.with_seed(secrets.randbits(63)))
         in_flight = InFlightRequest(request, deltas=DeltaQueue(self._readers, request.take))
         request.text_end.on_sequence_end = partial(self._end_sequence, in_flight)
         self._requests.add(in_flight)

@@ -64,8 +64,9 @@ class LocalClient:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         self.last = request
-        seed = random.getrandbits(63) if request.params.seed is None else request.params.seed
-        params = dataclasses.replace(request.params, seed=seed)
+        params = request.params
+        if params.seed is None:
+            params = params.with_seed(random.getrandbits(63))
         request_id = f"{request.request_id}-{next(self._numbers)}"
         queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
         self._queues[request_id] = (asyncio.get_running_loop(), queue)

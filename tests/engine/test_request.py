@@ -39,6 +39,19 @@ def test_a_good_one_passes() -> None:
     assert check(replace(GOOD, outputs=((1,), None, ())), LIMITS) == 8
 
 
+def test_a_seed_changes_nothing_else() -> None:
+    """For each of 256 prompts with 64 biases and 1,024 allowed ids, their check held up a loop for 40 ms."""
+    params = SamplingParams(logit_bias={5: 1.5}, allowed_token_ids=(1, 2), bad_words=[[3, 4]], min_p=0.1)
+    seeded = params.with_seed(7)
+    assert seeded == replace(params, seed=7)
+    assert params.seed is None
+    assert all(
+        getattr(seeded, each.name) is getattr(params, each.name)
+        for each in fields(params)
+        if each.name != "seed"
+    )
+
+
 def test_so_many_log_probabilities_of_a_prompt_and_no_more() -> None:
     limits = ModelLimits(vocab_size=100, max_model_len=2**20, num_blocks=2**20, block_size=4)
     for top, most in ((0, MAX_PROMPT_SCORES), (20, MAX_PROMPT_SCORES // 21)):
