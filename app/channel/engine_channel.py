@@ -123,7 +123,11 @@ class EngineChannel:
         waiting.cached_tokens = record.cached_tokens
         waiting.end, waiting.message, waiting.final = record.end, record.message, record.final
         if record.final:
-            unsent[record.sequence] = unsent.pop(record.sequence)
+            del unsent[record.sequence]
+            first = next(iter(unsent.values()), None)
+            if first is not None and waiting.prompt_logprobs is not None:  # all sequences need them
+                first.prompt_logprobs, waiting.prompt_logprobs = waiting.prompt_logprobs, None
+            unsent[record.sequence] = waiting
 
     def drop_records(self, attempt: int) -> None:
         """Forget the waiting records of an attempt."""

@@ -34,7 +34,11 @@ class DeltaQueue:
         else:
             pile.add(delta)
             if delta.final:
-                self._waiting[delta.sequence] = self._waiting.pop(delta.sequence)
+                del self._waiting[delta.sequence]
+                first = next(iter(self._waiting.values()), None)
+                if first is not None:
+                    first.take_prompt_logprobs(pile)
+                self._waiting[delta.sequence] = pile
         self._wake()
 
     def fail(self, error: QuireError) -> None:
@@ -122,6 +126,13 @@ class _Pile:
         if self._prompt_logprobs is None:
             self._prompt_logprobs = delta.prompt_logprobs
         self._last = delta
+
+    def take_prompt_logprobs(self, other: _Pile) -> None:
+        """Return those that ``other`` has, which is read later: all sequences need them."""
+        if other._prompt_logprobs is not None:
+            if self._tokens is None:  # else it would be returned as it came
+                self._tokens = list(self._first.token_ids)
+            self._prompt_logprobs, other._prompt_logprobs = other._prompt_logprobs, None
 
     def joined(self) -> Delta:
         """One delta in the place of all."""

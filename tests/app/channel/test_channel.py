@@ -23,6 +23,7 @@ from engine.request import FinishReason, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduling.load_report import EngineLoad
 from engine.structured_output import StructuredOutput
+from engine.token_logprobs import TokenLogprobs
 
 LEASE_S = 5.0
 GRACE_S = 60.0
@@ -428,3 +429,22 @@ def test_blocked_property_counts_frames_in_flight() -> None:
     assert not channel.blocked
     channel.sequence += 1
     assert channel.blocked
+
+
+def test_the_prompts_log_probabilities_leave_first() -> None:
+    """Those of all sequences are needed when the first of them is read, though its own record leaves last."""
+
+    async def test() -> None:
+        channel = EngineChannel("ingress", 1)
+        of_prompt = (TokenLogprobs(-1.0, 1),)
+        channel.add(wire.Record(1, 0, [5], sequence=0, prompt_logprobs=of_prompt))
+        channel.add(wire.Record(1, 0, [6], sequence=1, end=FinishReason.STOP))
+        channel.add(wire.Record(1, 1, [5], sequence=0, end=FinishReason.STOP, final=True))
+        records = wire.unpack_frame(channel.take_frame(0)).records
+        assert [(record.sequence, record.prompt_logprobs) for record in records] == [(1, of_prompt), (0, None)]
+        channel.add(wire.Record(2, 0, [5], prompt_logprobs=of_prompt))
+        channel.add(wire.Record(2, 1, [5], end=FinishReason.STOP, final=True))
+        (record,) = wire.unpack_frame(channel.take_frame(1)).records
+        assert (record.token_ids, record.prompt_logprobs) == ([5, 5], of_prompt)
+
+    asyncio.run(test())

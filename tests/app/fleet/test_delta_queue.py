@@ -259,3 +259,16 @@ def test_a_slow_reader_of_a_request_gets_few_deltas_with_all_tokens() -> None:
         await client.stop()
 
     run(test)
+
+
+def test_the_prompts_log_probabilities_are_read_first() -> None:
+    async def test() -> None:
+        of_prompt = (TokenLogprobs(-1.0, 1),)
+        queue = DeltaQueue()
+        queue.put(replace(delta(0, 10), prompt_logprobs=of_prompt))
+        queue.put(delta(0, 20, sequence=1))
+        queue.put(delta(1, 11, final=True))
+        assert await queue.get() == replace(delta(0, 20, sequence=1), prompt_logprobs=of_prompt)
+        assert await queue.get() == delta(0, 10, 11, final=True)
+
+    asyncio.run(test())
