@@ -7,6 +7,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from app.api.audit_log import audited
@@ -58,6 +59,17 @@ class AskOthers(Protocol):
     def __call__(self, method: str, *arguments: object) -> Awaitable[list[Any]]: ...
 
 
+def _check_key(request: Request) -> None:
+    """Refuse a request beyond the limits of its key.
+
+    Raises:
+        ApiError: 429.
+    """
+    limits: KeyLimits | None = request.state.key_limits
+    if limits is not None:
+        limits.check()
+
+
 async def _nobody(method: str, *arguments: object) -> list[Any]:
     return []
 
@@ -89,7 +101,9 @@ class ApiServer:
         self.instance = instance
         self.gate = gate or Gate(KeyFile(None, {}))
         self.bodies = BodyReader(
-            lambda request: sender_of(request, self.options.tenant_header), self._check_wait
+            lambda request: sender_of(request, self.options.tenant_header),
+            self._check_wait,
+            check=_check_key,
         )
         self.lag = IngressLag(options.max_lag_s, lambda: self.bodies.wait_s)
         self.live = LiveRequests()

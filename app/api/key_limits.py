@@ -64,8 +64,8 @@ class KeyLimits:
     def _bucket(self, per_minute: int | None) -> TokenBucket | None:
         return None if per_minute is None else TokenBucket(per_minute * self.share, self.clock)
 
-    def admit(self, stream: bool = False) -> None:
-        """Count a request that begins; call :meth:`release` at its end.
+    def check(self, stream: bool = False) -> None:
+        """Refuse a request that could not begin now; it takes nothing.
 
         Raises:
             ApiError: 429; a limit is reached, with the time after which it is not.
@@ -79,6 +79,14 @@ class KeyLimits:
             raise self._refusal(f"{key.requests_per_minute} requests a minute (requests_per_minute)", wait)
         if self.tokens is not None and (wait := self.tokens.wait_s(1.0)) > 0:
             raise self._refusal(f"{key.tokens_per_minute} tokens a minute (tokens_per_minute)", wait)
+
+    def admit(self, stream: bool = False) -> None:
+        """Count a request that begins; call :meth:`release` at its end.
+
+        Raises:
+            ApiError: that of :meth:`check`.
+        """
+        self.check(stream)
         if self.requests is not None:
             self.requests.take(1.0)
         self.live += 1

@@ -50,7 +50,7 @@ class BodyReader:
     One request begins every ``BEGIN_TURNS`` turns of the event loop, clients round robin: a begin takes a
     millisecond or more, and running requests, health checks, and other clients' requests must not wait until
     all of a crowd have begun. ``check_wait`` gets the seconds that a client's requests wait to begin, and may
-    raise. ``clock`` is in monotonic seconds.
+    raise; so may ``check``, by what is known of a request without its body. ``clock`` is in monotonic seconds.
     """
 
     def __init__(
@@ -58,11 +58,13 @@ class BodyReader:
         sender: Callable[[Request], str] = lambda request: "",
         check_wait: Callable[[float], None] = lambda waited_s: None,
         clock: Callable[[], float] = time.monotonic,
+        check: Callable[[Request], None] = lambda request: None,
     ) -> None:
         self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="bodies")
         self._sender = sender
         self._held: Counter[str] = Counter()  # bytes, by client
         self._check_wait = check_wait
+        self._check = check
         self._clock = clock
         self._begins = LoopPacer(1, clock, every=BEGIN_TURNS)
 
@@ -82,9 +84,9 @@ class BodyReader:
         A large body is parsed in a thread.
 
         Raises:
-            ApiError: that of ``check_wait``; 413 above ``MAX_BODY_BYTES``, before all of it is read, or above
-                ``MAX_VALUES`` values; 400 if it is not a JSON object; 408 if it is not complete within
-                ``WITHIN_S``; 503 beyond the client's share of ``MAX_HELD_BYTES``.
+            ApiError: that of ``check_wait`` or ``check``; 413 above ``MAX_BODY_BYTES``, before all of it is
+                read, or above ``MAX_VALUES`` values; 400 if it is not a JSON object; 408 if it is not complete
+                within ``WITHIN_S``; 503 beyond the client's share of ``MAX_HELD_BYTES``.
             InvalidRequestError: from ``parse``.
         """
         declared = request.headers.get("content-length", "")
@@ -101,7 +103,7 @@ class BodyReader:
                         self._hold(sender, len(chunk))
                         held += len(chunk)
                     body += chunk
-            await self._begin(sender)
+            await self._begin(request, sender)
             if len(body) <= INLINE_BYTES:
                 return parse(parse_json_object(body))
             return await self.in_thread(lambda: parse(parse_json_object(body)))
@@ -116,12 +118,14 @@ class BodyReader:
             if not self._held[sender]:
                 del self._held[sender]
 
-    async def _begin(self, sender: str) -> None:
-        """Wait for a turn; a request that will be refused takes no place in the queue."""
+    async def _begin(self, request: Request, sender: str) -> None:
+        """Wait for a turn; a request that will be refused takes no place in the queue, and is not parsed."""
+        self._check(request)
         self._check_wait(self._begins.waited_s(sender))
         arrived = self._clock()
         await self._begins.enter(sender)
         self._check_wait(self._clock() - arrived)
+        self._check(request)
 
     def _hold(self, sender: str, size: int) -> None:
         own, total = self._held[sender] + size, self.held_bytes + size

@@ -146,3 +146,15 @@ def test_one_token_is_singular() -> None:
     limits = KeyLimits(ApiKey(id="a", sha256=DIGEST, max_context_tokens=1))
     with pytest.raises(InvalidRequestError, match=r"^a prompt of 1 token with 1 more exceeds the 1 token that"):
         limits.context(1, None)
+
+
+def test_a_check_takes_nothing() -> None:
+    limits = KeyLimits(ApiKey(id="a", sha256="0" * 64, requests_per_minute=1, concurrent_requests=1))
+    limits.check()
+    limits.check()
+    limits.admit()
+    with pytest.raises(ApiError, match="concurrent_requests"):
+        limits.check()
+    limits.release(0)
+    with pytest.raises(ApiError, match="requests_per_minute"):
+        limits.check()

@@ -194,3 +194,28 @@ def test_a_character_may_lie_across_pieces() -> None:
     for size in range((1 << 18) - 12, 1 << 18):
         text = "b" * size + "中文"
         assert parse_json_object(json.dumps({"a": text}, ensure_ascii=False).encode()) == {"a": text}
+
+
+def test_a_request_that_is_refused_without_its_body_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it waits for its turn, and after."""
+    parsed, checked = [], 0
+    whole = request_body.parse_json_object
+    monkeypatch.setattr(request_body, "parse_json_object", lambda body: parsed.append(len(body)) or whole(body))
+
+    def check(request: Request) -> None:
+        nonlocal checked
+        checked += 1
+        if checked in refused:
+            raise ApiError(429, "beyond its limits")
+
+    bodies = BodyReader(check=check)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for padding in (0, INLINE_BYTES):
+            statuses = [(await client.post("/", content=b"{}" + b" " * padding)).status_code for _ in range(3)]
+            assert statuses == [429, 429, 200]
+
+    refused = {1, 3, 6, 8}  # two checks of each request, one of each that the first refuses
+    run(bodies, lambda body: None, work)
+    assert parsed == [2, 2 + INLINE_BYTES]
+    assert bodies.held_bytes == 0
