@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -26,6 +25,9 @@ INLINE_TOKENS = 20_000
 
 INLINE_DETAILS = 200
 """Tokens of a response that are described on the event loop: each takes 0.1 ms with 20 others beside it."""
+
+IDS_AS_ONE = 10
+"""Ids of a prompt that count as one described token: each takes 0.1 us, in the first chunk of each choice."""
 
 T = TypeVar("T")
 
@@ -79,14 +81,11 @@ class ResponseMaker:
                 async for delta in arriving:
                     costs.add(delta)
                     answers[delta.index].add(delta)
-
-        def content() -> bytes:
-            # Half of a surrogate pair becomes its escape, which JSON may have.
-            body = json.dumps(reply.body(answers, record.usage), ensure_ascii=False)
-            return body.encode("utf-8", "backslashreplace")
-
         described = job.prompt_tokens + record.usage.completion_tokens if job.detailed else 0
-        return Response(await self._written(described, content), media_type="application/json")
+        return Response(
+            await self._written(described, partial(reply.body, answers, record.usage)),
+            media_type="application/json",
+        )
 
     async def _events(
         self, job: GenerationJob, reply: Reply, record: RequestRecord, costs: _Costs, take: _DirectSend
@@ -98,7 +97,9 @@ class ResponseMaker:
                     if delta.details is None:
                         yield reply.delta(delta, record.usage)
                         continue
-                    described = len(delta.details.prompt_logprobs or ())
+                    described = len(delta.details.logprobs) + len(delta.details.prompt_logprobs or ())
+                    if delta.details.first and job.options.output.token_ids:
+                        described += len(job.prompts[delta.index // job.options.params.n]) // IDS_AS_ONE
                     if job.repeats and delta.call is not None and delta.call.name:
                         described += delta.num_tokens  # the call ends the text before it
                     yield await self._written(described, partial(reply.delta, delta, record.usage))

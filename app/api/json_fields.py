@@ -9,6 +9,9 @@ from typing import Any
 from app.api.errors import show
 from engine.errors import InvalidRequestError, nearest
 
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_TEXT = 16, 64, 512
+"""OpenAI's limits: pairs, and characters of a key and of a text."""
+
 _AT_ONCE = 1 << 16
 """Entries of a list that are checked before other threads may run again: in about a millisecond."""
 
@@ -174,6 +177,34 @@ def boolean(fields: dict[str, Any], name: str, prefix: str = "") -> bool:
     if value is not None and not isinstance(value, bool):
         raise wrong(f"{prefix}{name}", value, "true or false")
     return bool(value)
+
+
+def check_metadata(fields: Mapping[str, Any]) -> None:
+    """Refuse ``metadata`` beyond OpenAI's limits: it is kept with the request, and a response may repeat it."""
+    found = fields.get("metadata", {})
+    if not isinstance(found, dict):
+        raise wrong("metadata", found, "an object of texts")
+    if len(found) > MAX_METADATA:
+        raise InvalidRequestError(
+            f"metadata has {len(found)} pairs but at most {MAX_METADATA} are allowed", "metadata"
+        )
+    for key, value in found.items():
+        if len(text(key, "a key of metadata", "metadata")) > MAX_METADATA_KEY:
+            raise InvalidRequestError(
+                f"metadata has a key of {len(key)} characters but at most {MAX_METADATA_KEY} are allowed",
+                "metadata",
+            )
+        bounded_text(value, f"metadata.{key}", MAX_METADATA_TEXT, "metadata")
+
+
+def bounded_text(value: object, name: str, most: int, param: str | None = None) -> str:
+    """:func:`text` of at most so many characters."""
+    found = text(value, name, param)
+    if len(found) > most:
+        raise InvalidRequestError(
+            f"{name} has {len(found)} characters but at most {most} are allowed", param or name
+        )
+    return found
 
 
 def one_of(value: object, name: str, kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:

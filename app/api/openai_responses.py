@@ -15,6 +15,7 @@ from app.api.answers import Answer
 from app.api.choices import GenerationJob, TextDelta, TokenDetails
 from app.api.errors import ApiFault
 from app.api.logprobs import TokenReport
+from app.api.reply import encoded
 from app.api.sse import DONE, error_event
 from app.api.tools.parts import CallDelta
 from app.api.usage import Usage
@@ -98,17 +99,20 @@ class OpenAIReply:
         self._writers: dict[str, ChunkWriter] = {}  # one, unless prompts are answered by different models
         self._begun = not job.chat
 
-    def body(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+    def body(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         envelope = self._envelope.of({answer.fingerprint for answer in answers})
         body = (chat_body if self._job.chat else completion_body)(envelope, answers, usage)
         if self._report is None:
-            return body
+            return encoded(body)
         for choice, answer in zip(body["choices"], answers, strict=True):
             choice.update(self._of_choice(choice["index"], answer.details))
         of_prompt = answers[0].details.prompt_logprobs
         if self._job.chat and self._job.options.output.prompt_logprobs is not None and of_prompt is not None:
             body["prompt_logprobs"] = self._report.of_prompt(0, of_prompt)
-        return body | self._of_prompt()
+        # One by one: another thread can run after each, but not while one is encoded.
+        choices = b", ".join([encoded(choice) for choice in body.pop("choices")])
+        rest = encoded(body | self._of_prompt())
+        return b"".join((rest.removesuffix(b"}"), b', "choices": [', choices, b"]}"))
 
     def _of_choice(self, index: int, details: TokenDetails) -> dict[str, Any]:
         assert self._report is not None

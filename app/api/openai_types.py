@@ -13,7 +13,17 @@ from typing import Any
 from app.api import output_options
 from app.api.chat_messages import ChatMessage, parse_messages
 from app.api.errors import show
-from app.api.json_fields import boolean, integer, integers, name_hint, number, text, unknown, wrong
+from app.api.json_fields import (
+    boolean,
+    check_metadata,
+    integer,
+    integers,
+    name_hint,
+    number,
+    text,
+    unknown,
+    wrong,
+)
 from app.api.output_form import FORM_FIELDS, output_form
 from app.api.output_options import DEFAULT_OUTPUT, DEFAULT_TEMPLATE, OutputOptions, TemplateOptions
 from app.api.tools.answer_form import answer_form
@@ -154,6 +164,7 @@ def _options(fields: dict[str, Any], default_max_tokens: int | None, *, chat: bo
     for name in ("max_tokens", "max_completion_tokens"):  # the newer name wins
         if name in fields:
             max_tokens = integer(fields, name, 1 if edits["prompt_logprobs"] is None else 0)
+    check_metadata(fields)
     stream = boolean(fields, "stream")
     stream_options = _stream_options(fields, stream)
     for name in ("model", "user", "cache_salt"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -11,11 +12,16 @@ from app.api.errors import ApiFault
 from app.api.usage import Usage
 
 
+def encoded(value: dict[str, Any]) -> bytes:
+    """``value`` as JSON; half of a surrogate pair becomes its escape, which JSON may have."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
 class Reply(Protocol):
     """Writes one response; of a streamed one, each method returns events as bytes."""
 
-    def body(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """The response that is not streamed."""
+    def body(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        """The response that is not streamed, as JSON."""
 
     def delta(self, delta: TextDelta, usage: Usage) -> bytes:
         """One delta; ``usage`` is the usage so far."""

@@ -11,6 +11,7 @@ from typing import Any
 from app.api.answers import Answer, Block
 from app.api.choices import TextDelta
 from app.api.errors import ApiFault
+from app.api.reply import encoded
 from app.api.sse_event import named_event
 from app.api.usage import Usage
 
@@ -31,10 +32,10 @@ class MessagesReply:
         self._answer = Answer()
         self._begun = False
 
-    def body(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+    def body(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         (answer,) = answers
         content = [_block(block) for block in answer.blocks]
-        return {**self._head, "content": content, **_stop(answer), "usage": _usage(usage)}
+        return encoded({**self._head, "content": content, **_stop(answer), "usage": _usage(usage)})
 
     def delta(self, delta: TextDelta, usage: Usage) -> bytes:
         events: list[bytes] = []

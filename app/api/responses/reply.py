@@ -11,6 +11,7 @@ from app.api.answers import Answer
 from app.api.choices import TextDelta
 from app.api.errors import ApiFault
 from app.api.logprobs import TokenReport
+from app.api.reply import encoded
 from app.api.sse_event import named_event
 from app.api.usage import Usage
 
@@ -26,33 +27,28 @@ _DELTAS = {
 
 
 class ResponsesReply:
-    """Writes one response; ``echo`` has the fields that repeat the request.
+    """Writes one response; ``echo`` has the fields that repeat the request, as a JSON object.
 
     ``report`` describes the tokens of its texts, if the request asks for it.
     """
 
-    def __init__(
-        self, request_id: str, model: str, echo: dict[str, Any], report: TokenReport | None = None
-    ) -> None:
+    def __init__(self, request_id: str, model: str, echo: bytes, report: TokenReport | None = None) -> None:
         self._report = report
         self._described: defaultdict[int, int] = defaultdict(int)  # details of each text that have entries
         self._entries: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._id = request_id
         self._model = model
-        self._echo = echo
+        self._repeated = b"," + echo[1:]
         self._created = int(time.time())
         self._sent = 0  # events
         self._answer = Answer()
 
-    def body(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+    def body(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         (self._answer,) = answers
-        return self._response(self._status, usage)
+        return encoded(self._response(self._status, usage)).removesuffix(b"}") + self._repeated
 
     def delta(self, delta: TextDelta, usage: Usage) -> bytes:
-        events: list[bytes] = []
-        if not self._sent:
-            for kind in ("response.created", "response.in_progress"):
-                events.append(self._event(kind, response=self._response("in_progress")))
+        events = self._opening()
         blocks = self._answer.blocks
         known = len(blocks)
         piece = self._answer.add(delta)
@@ -68,13 +64,21 @@ class ResponsesReply:
         blocks = self._answer.blocks
         last = self._done(len(blocks) - 1) if blocks else []
         status = self._status
-        return b"".join([*last, self._event(f"response.{status}", response=self._response(status, usage))])
+        return b"".join([*last, self._whole(f"response.{status}", self._response(status, usage))])
 
     def error(self, fault: ApiFault) -> bytes:
         """After which nothing comes."""
         error = {"code": "server_error", "message": fault.message}
+        opening = self._opening()  # clients take no other event first
         response = {**self._response("failed"), "error": error}
-        return self._event("response.failed", response=response)
+        return b"".join([*opening, self._whole("response.failed", response)])
+
+    def _opening(self) -> list[bytes]:
+        """The events before all others, unless they have been sent."""
+        if self._sent:
+            return []
+        kinds = ("response.created", "response.in_progress")
+        return [self._whole(kind, self._response("in_progress")) for kind in kinds]
 
     @property
     def _status(self) -> str:
@@ -93,7 +97,6 @@ class ResponsesReply:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._model,
             "output": [self._item(i, "completed") for i in range(len(blocks))],
-            **self._echo,
             "usage": None if usage is None else _usage(usage),
         }
 
@@ -101,6 +104,11 @@ class ResponsesReply:
         number = self._sent
         self._sent += 1
         return named_event({"type": kind, "sequence_number": number, **fields})
+
+    def _whole(self, kind: str, response: dict[str, Any]) -> bytes:
+        """An event with the whole response; what it repeats is not encoded again for each."""
+        event = self._event(kind, response=response)
+        return b"".join((event.removesuffix(b"}}\n\n"), self._repeated, b"}\n\n"))
 
     def _item_id(self, index: int) -> str:
         return f"{_PREFIXES[self._answer.blocks[index].kind]}_{self._id}_{index}"

@@ -5,12 +5,24 @@ Nothing is stored, so a request has its whole conversation in ``input``.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as encode_text
 from typing import Any
 
 from app.api.chat_messages import TextPart, joined_text, listed
 from app.api.errors import show
-from app.api.json_fields import boolean, check_names, integer, known_fields, one_of, only_known, text, wrong
+from app.api.json_fields import (
+    boolean,
+    bounded_text,
+    check_names,
+    integer,
+    known_fields,
+    one_of,
+    only_known,
+    text,
+    wrong,
+)
 from app.api.openai_types import ChatRequest, GenerationOptions
 from app.api.translation import chat_request
 from engine.errors import InvalidRequestError
@@ -26,6 +38,15 @@ OWN = (
     "store", "include", "stream_options", "max_tool_calls", "top_logprobs", "prompt_cache_retention",
     "prompt_cache_options",
 )  # fmt: skip
+
+MAX_ECHO_BYTES = 1 << 21
+"""Most that a response repeats of its request; each event that has the whole response contains it."""
+
+VALUE_BYTES = 16
+"""What a value counts there beside its text: it takes time and memory, too."""
+
+MAX_WORD_CHARS = 64
+"""Characters of a text that is one of a few words."""
 
 _NOT_LATER = "this server stores no responses, so it cannot answer later"
 _STATELESS = "this server stores no responses; send the whole conversation in input"
@@ -83,7 +104,7 @@ class ResponsesRequest:
     """The chat request, and the fields that the response repeats."""
 
     chat: ChatRequest
-    echo: dict[str, Any]
+    echo: bytes  # a JSON object, made once: events contain it, and they are made on the event loop
 
     @property
     def options(self) -> GenerationOptions:
@@ -113,7 +134,10 @@ def parse_responses(body: dict[str, Any]) -> ResponsesRequest:
     form = _text_format(fields.get("text", {}))
     if form["type"] != "text":
         chat["response_format"] = _response_format(form)
-    return ResponsesRequest(chat_request(chat, NAMES), _echo(fields, form))
+    request = chat_request(chat, NAMES)
+    echo = _echo(fields, form)
+    _check_echo(echo)
+    return ResponsesRequest(request, json.dumps(echo).encode())
 
 
 def _echo(fields: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
@@ -121,6 +145,12 @@ def _echo(fields: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(reasoning, dict | None):
         raise wrong("reasoning", reasoning, "an object")
     check_names(reasoning or {}, "reasoning", _REASONING)
+    given = {name: (reasoning or {}).get(name) for name in _REASONING}
+    wanted = {
+        name: bounded_text(value, f"reasoning.{name}", MAX_WORD_CHARS)
+        for name, value in given.items()
+        if value is not None
+    }
     return {
         "background": False,
         "instructions": fields.get("instructions"),
@@ -128,7 +158,7 @@ def _echo(fields: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
         "metadata": fields.get("metadata", {}),
         "parallel_tool_calls": fields.get("parallel_tool_calls", True),
         "previous_response_id": None,
-        "reasoning": reasoning or {"effort": None, "summary": None},
+        "reasoning": {"effort": None, "summary": None, **wanted},
         "service_tier": "default",
         "store": False,
         "temperature": fields.get("temperature", 1.0),
@@ -140,6 +170,36 @@ def _echo(fields: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
         "truncation": fields.get("truncation", "disabled"),
         "user": fields.get("user"),
     }
+
+
+def _check_echo(echo: dict[str, Any]) -> None:
+    """Refuse a request of which the response would repeat too much."""
+    sizes = {name: _size(value, MAX_ECHO_BYTES) for name, value in echo.items()}
+    if sum(sizes.values()) > MAX_ECHO_BYTES:
+        name = max(sizes, key=lambda name: sizes[name])
+        raise InvalidRequestError(
+            f"instructions, tools, and other fields that the response repeats exceed {MAX_ECHO_BYTES} bytes "
+            f"of JSON together (with {VALUE_BYTES} more for each value), and {name} is the longest; put long "
+            "text in input, which is not repeated",
+            name,
+        )
+
+
+def _size(value: object, most: int) -> int:
+    """The bytes of ``value`` as JSON, about; or some number above ``most``."""
+    size, pending = 0, [value]
+    while pending and size <= most:
+        one = pending.pop()
+        size += VALUE_BYTES
+        if isinstance(one, str):
+            size += len(one) if len(one) > most else len(encode_text(one))
+        elif isinstance(one, dict | list):
+            if len(one) * VALUE_BYTES > most:
+                return most + 1
+            pending += one
+            if isinstance(one, dict):
+                pending += one.values()
+    return size
 
 
 def _add_logprobs(chat: dict[str, Any], fields: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from app.api.chat_messages import ChatMessage
 from app.api.errors import ApiError, show
 from app.api.openai_types import parse_chat, parse_completion
 from app.api.request_body import parse_json_object
+from app.api.responses.request import parse_responses
 from engine.errors import InvalidRequestError
 from engine.request import ModelLimits, validate
 from engine.sampling_params import SamplingParams
@@ -288,3 +289,29 @@ def test_values_are_shown_short_and_on_one_line(value: Any) -> None:
     assert len(shown) < 120
     assert "\n" not in shown
     json.dumps(shown).encode()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({str(i): "" for i in range(17)}, "metadata has 17 pairs but at most 16"),
+        ({"a" * 65: ""}, "metadata has a key of 65 characters but at most 64"),
+        ({"a": "b" * 513}, "metadata.a has 513 characters but at most 512"),
+        ({"a": 1}, "metadata.a is 1 but must be a string"),
+        ({"a": "\ud800"}, "half of a surrogate pair"),
+        ({"\ud800": "a"}, "half of a surrogate pair"),
+        (["a"], "metadata is a list of 1 but must be an object of texts"),
+    ],
+)
+def test_metadata_is_as_long_as_openais(metadata: Any, words: str) -> None:
+    most = {f"{i:064}": "b" * 512 for i in range(16)}
+    for parse, body in (
+        (parse_chat, {"messages": HELLO}),
+        (parse_completion, {"prompt": "a"}),
+        (parse_responses, {"input": "a"}),
+    ):
+        parse({**body, "metadata": most})
+        with pytest.raises(InvalidRequestError) as caught:
+            parse({**body, "metadata": metadata})
+        assert words in caught.value.message
+        assert caught.value.param == "metadata"

@@ -13,6 +13,7 @@ import openai
 import pytest
 from local_server import MODEL, LocalServer
 
+from app.api import generated_response, openai_responses
 from app.api.generated_response import INLINE_DETAILS
 from app.api.openai_responses import OpenAIReply
 from app.fleet.fleet_limits import FleetLimits
@@ -294,3 +295,46 @@ def test_many_tokens_are_described_in_a_thread(
     threads.clear()
     http.post("/v1/completions", json={**long, "echo": True, "logprobs": 1, "stream": True}).raise_for_status()
     assert threads[0] == "bodies"
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_the_ids_of_a_long_prompt_are_written_in_a_thread(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    monkeypatch.setattr(generated_response, "IDS_AS_ONE", 1)
+    threads: list[tuple[str, bool]] = []
+    write = OpenAIReply.delta
+
+    def noted(*given: Any) -> bytes:
+        event = write(*given)
+        threads.append((threading.current_thread().name.partition("_")[0], b"prompt_token_ids" in event))
+        return event
+
+    monkeypatch.setattr(OpenAIReply, "delta", noted)
+    text = "one, two, " * (INLINE_DETAILS // 3)
+    asked = {"prompt": text} if route == "completions" else {"messages": [{"role": "user", "content": text}]}
+    body = {"n": 3, "max_tokens": 3, "ignore_eos": True, "stream": True, "return_token_ids": True, **asked}
+    http.post(f"/v1/{route}", json=body).raise_for_status()
+    with_prompt = [thread for thread, has_prompt in threads if has_prompt]
+    assert with_prompt == ["bodies"] * (3 if route == "completions" else 1)
+    assert "bodies" not in [thread for thread, _ in threads[-3:]]
+
+
+def test_the_choices_of_a_response_are_encoded_one_by_one(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other thread runs while one is encoded, and each may have a long prompt."""
+    sizes: list[int] = []
+    encode = openai_responses.encoded
+
+    def noted(value: dict[str, Any]) -> bytes:
+        sizes.append(len(piece := encode(value)))
+        return piece
+
+    monkeypatch.setattr(openai_responses, "encoded", noted)
+    body = {**COUNT, "prompt": [5] * 200, "n": 4, "return_token_ids": True}
+    found = post(http, "completions", body)
+    assert [choice["prompt_token_ids"] for choice in found["choices"]] == [[5] * 200] * 4
+    assert found["usage"]["completion_tokens"] == 4 * 8
+    assert len(sizes) == 5
+    assert max(sizes) < sum(sizes) / 3

@@ -17,8 +17,11 @@ from scripted import scripted
 
 from app.api.answers import Answer
 from app.api.choices import TextDelta, TokenDetails
-from app.api.responses.request import parse_responses
+from app.api.errors import ApiFault
+from app.api.responses.reply import ResponsesReply
+from app.api.responses.request import MAX_ECHO_BYTES, VALUE_BYTES, parse_responses
 from app.api.tools.parts import CallDelta
+from app.api.usage import Usage
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
 from engine.errors import InvalidRequestError
 
@@ -327,7 +330,7 @@ def test_fields_that_agents_send_are_taken() -> None:
         "assistant",
         "tool",
     ]
-    assert found.echo["metadata"] == {"user": "u", "users": "v"}
+    assert json.loads(found.echo)["metadata"] == {"user": "u", "users": "v"}
 
 
 @pytest.mark.parametrize(
@@ -369,6 +372,28 @@ def test_fields_that_agents_send_are_taken() -> None:
         ("text", {"format": {"type": "xml"}}, "text.format is 'xml'"),
         ("text", 1, "text is 1"),
         ("reasoning", 1, "reasoning is 1"),
+        ("reasoning", {"effort": [1]}, "reasoning.effort is a list of 1 but must be a string"),
+        ("reasoning", {"summary": "a" * 65}, "reasoning.summary has 65 characters but at most 64"),
+        ("metadata", {"a": {}}, "metadata.a is an object but must be a string"),
+        pytest.param(
+            "instructions",
+            "a" * MAX_ECHO_BYTES,
+            "and instructions is the longest; put long text in input",
+            id="long instructions",
+        ),
+        pytest.param(
+            "instructions",
+            "\u4e2d" * (MAX_ECHO_BYTES // 6),
+            "and instructions is the longest",
+            id="escaped instructions",
+        ),
+        ("tools", [{**TOOL, "output_schema": {"a": "b" * MAX_ECHO_BYTES}}], "and tools is the longest"),
+        (
+            "tools",
+            [{**TOOL, "output_schema": [1] * (MAX_ECHO_BYTES // VALUE_BYTES)}],
+            "and tools is the longest",
+        ),
+        ("tools", [{**TOOL, "allowed_callers": [[1] * 1000] * 200}], "and tools is the longest"),
         ("temperature", 3, "temperature is 3"),
     ],
 )
@@ -400,3 +425,62 @@ def test_an_error_after_the_first_event_fails_the_response(
     assert last.response.error is not None
     assert last.response.error.message == "broken"
     wait_until(lambda: server.service.num_live == 0)
+
+
+def test_what_a_response_repeats_is_encoded_once_and_the_same_everywhere(
+    sdk: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encodings: list[object] = []
+    dumps = json.dumps
+
+    def noted(value: Any, **options: Any) -> str:
+        encodings.append(value)
+        return dumps(value, **options)
+
+    asked: Any = {
+        **CAPITAL,
+        "instructions": "\u2028\u00e9",
+        "metadata": {"a": "b"},
+        "tools": [TOOL],
+        "user": "me",
+    }
+    asked["reasoning"] = {"effort": "low"}
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dumps", noted)
+        request = parse_responses({**asked, "stream": True})
+        reply = ResponsesReply("id", "m", request.echo)
+        sent = reply.delta(TextDelta(0, "a", None, 1, 0), Usage()) + reply.end(Usage())
+    assert dumps(encodings).count("\\u2028") == 1
+    assert "\u2028" not in sent.decode()  # some clients take it for the end of a line
+    responses = [json.loads(line[6:]).get("response") for line in sent.decode().split("\n") if "data: " in line]
+    whole = sdk.responses.create(**asked, max_output_tokens=1).to_dict()
+    wanted = {name: asked[name] for name in ("instructions", "metadata", "tools", "user")}
+    wanted["reasoning"] = {"effort": "low", "summary": None}
+    found = [response for response in (*responses, whole) if response is not None]
+    assert len(found) == 4
+    for response in found:
+        assert {name: response[name] for name in wanted} == wanted
+        assert (response["object"], response["store"]) == ("response", False)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_error_has_the_events_before_it(begun: bool) -> None:
+    """The SDK reads no event before ``response.created``."""
+    reply = ResponsesReply("id", "m", b'{"store":false}')
+    sent = reply.delta(TextDelta(0, "a", None, 1, 0), Usage()) if begun else b""
+    sent += reply.error(ApiFault(503, "no engine", "service_unavailable_error", code="unavailable"))
+    stream = httpx.Response(200, headers={"content-type": "text/event-stream"}, content=sent)
+    transport = httpx.MockTransport(lambda request: stream)
+    with (
+        httpx.Client(transport=transport) as http,
+        openai.OpenAI(api_key="x", base_url="http://t/v1", http_client=http, max_retries=0) as client,
+        client.responses.stream(model="m", input="hi") as events,
+    ):
+        found = list(events)
+    assert [event.type for event in found[:2]] == ["response.created", "response.in_progress"]
+    assert [event.sequence_number for event in found] == list(range(len(found)))
+    last = found[-1]
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert last.response.error.message == "no engine"
+    assert len(found) == (6 if begun else 3)
