@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,9 @@ class GenerationJob:
     """The text of each prompt, if the choices begin with it."""
     journals: list[Journal] = field(default_factory=list)
     """What happens to each prompt, from the moment that its choices are requested."""
+    drawn: Counter[int] = field(default_factory=Counter)
+    """Tokens of each sequence so far, by its number, where more are drawn than are choices and the text decides
+    which of them become choices."""
     repeats: int = 0
     """How many times the last events of a stream contain its whole output again."""
     continues: bool = False
@@ -258,6 +262,7 @@ async def _best_of_prompt(
     async with aclosing(_of_prompt(every, prompt, source, decoder)) as arriving:
         async for delta in arriving:
             made[delta.index - prompt * wide.n].append(delta)
+            job.drawn[delta.index] = delta.num_tokens
     for rank, deltas in enumerate(sorted(made, key=_mean_logprob, reverse=True)[: params.n]):
         for delta in deltas:
             details = delta.details if job.detailed else None
@@ -286,17 +291,20 @@ def _parts(delta: TextDelta, parser: AnswerParser) -> list[TextDelta]:
 
 
 async def _merge(sources: Sequence[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:
-    """The text deltas of all ``sources`` as they arrive; an error in one ends all."""
-    queue: asyncio.Queue[TextDelta | Exception | None] = asyncio.Queue()
+    """The text deltas of all ``sources`` as they arrive; an error in one ends all.
+
+    Of each source one waits here at most, on average; the rest waits where tokens are joined.
+    """
+    queue: asyncio.Queue[TextDelta | Exception | None] = asyncio.Queue(len(sources))
 
     async def drain(source: AsyncGenerator[TextDelta, None]) -> None:
         try:
             async with aclosing(source):
                 async for piece in source:
-                    queue.put_nowait(piece)
-            queue.put_nowait(None)
+                    await queue.put(piece)
+            await queue.put(None)
         except Exception as error:  # noqa: BLE001 - raised again by the reader
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(drain(source)) for source in sources]
     try:

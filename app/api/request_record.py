@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +38,9 @@ class RequestRecord:
     model: str = ""
     journals: list[Journal] = field(default_factory=list)  # of each prompt, once they are known
     usage: Usage = field(default_factory=Usage)
+    ranked: bool = False  # its choices are the best of all sequences, and known only at its end
+    sequences_per_choice: float = 1.0  # that the engines generate
+    drawn: Counter[int] = field(default_factory=Counter)  # tokens of each sequence, where all of them come here
     finish_reasons: list[str] = field(default_factory=list)
     outcome: str = "disconnected"  # until it ends otherwise
     status: int = CLIENT_LEFT  # of the response; a stream that has begun has 200
@@ -57,6 +62,16 @@ class RequestRecord:
     def parts(self) -> int:
         """Its prompts, of which each has a journal."""
         return max(len(self.journals), 1)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that the engines have generated for it, in all sequences, of which it returns the best.
+
+        If the engines rank them, the others do not come here; they count as being as long.
+        """
+        if self.drawn:
+            return self.drawn.total()
+        return math.ceil(self.usage.completion_tokens * self.sequences_per_choice)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -104,8 +119,9 @@ class RequestRecord:
         elif num_tokens > before[0]:
             self.choices[choice] = num_tokens, now
             self.last_token = now
-            new = num_tokens - before[0]
-            self.figures.inter_token.add((now - before[1]) / new, new)
+            if not self.ranked:  # else it was generated long ago
+                new = num_tokens - before[0]
+                self.figures.inter_token.add((now - before[1]) / new, new)
         if finish_reason is not None:
             self.finish_reasons.append(finish_reason)
 
@@ -114,7 +130,7 @@ class RequestRecord:
         now = self.ended = time.monotonic()
         self._count(now)
         if self.caller.limits is not None:
-            self.caller.limits.release(self.usage.prompt_tokens + self.usage.completion_tokens, self.stream)
+            self.caller.limits.release(self.usage.prompt_tokens + self.generated_tokens, self.stream)
         fields = self._fields(now)
         if self.tracer is not None:
             traced = self.tracer.export(fields, self.caller, self.journals, self.started, now)
@@ -124,6 +140,7 @@ class RequestRecord:
         audit(fields, self.caller.address)
         # It is remembered for a while, without what there may be thousands of.
         self.choices.clear()
+        self.drawn.clear()
         self.finish_reasons = sorted(set(self.finish_reasons))
 
     def _count(self, now: float) -> None:
@@ -134,14 +151,14 @@ class RequestRecord:
             figures.key_requests[key] += 1
             figures.key_prompt_tokens[key] += self.usage.prompt_tokens
             figures.key_cached_tokens[key] += self.usage.cached_tokens
-            figures.key_output_tokens[key] += self.usage.completion_tokens
+            figures.key_output_tokens[key] += self.generated_tokens
         if self.outcome != "ok" or self.first_token is None:
             return
         figures.whole.add(now - self.started)
         figures.prompt_tokens.add(self.usage.prompt_tokens)
         figures.output_tokens.add(self.usage.completion_tokens)
         further = self.usage.completion_tokens / len(self.choices) - 1
-        if further > 0:
+        if further > 0 and not self.ranked:
             figures.per_output_token.add((self.last_token - self.first_token) / further)
 
     def _fields(self, now: float) -> dict[str, Any]:
@@ -158,6 +175,7 @@ class RequestRecord:
             "prompt_tokens": self.usage.prompt_tokens,
             "cached_tokens": self.usage.cached_tokens,
             "output_tokens": self.usage.completion_tokens,
+            "generated_tokens": self.generated_tokens,
             "first_token_ms": first,
             "total_ms": _ms(now - self.started),
             **self._of_engines(),

@@ -103,13 +103,15 @@ TABLE: tuple[Metric, ...] = (
     _histogram(
         _I,
         "inter_token_seconds",
-        "Between two tokens of a choice; tokens that arrive together share the interval.",
+        "Between two tokens of a choice; tokens that arrive together share the interval. "
+        "Not of `best_of` and beams.",
         INTER_TOKEN_BOUNDS,
     ),
     _histogram(
         _I,
         "time_per_output_token_seconds",
-        "For each request: time after its first token, divided by further tokens per choice.",
+        "For each request: time after its first token, divided by further tokens per choice. "
+        "Not of `best_of` and beams.",
         INTER_TOKEN_BOUNDS,
     ),
     _histogram(_I, "request_seconds", "From a request's arrival to its end, if it succeeds.", LATENCY_BOUNDS),
@@ -134,7 +136,12 @@ TABLE: tuple[Metric, ...] = (
     _counter(_I, "key_requests", "Each API key's requests that have ended.", "key"),
     _counter(_I, "key_prompt_tokens", "Prompt tokens of each API key's requests.", "key"),
     _counter(_I, "key_cached_tokens", "Of these prompt tokens, those that the cache supplied.", "key"),
-    _counter(_I, "key_output_tokens", "Output tokens of each API key's requests.", "key"),
+    _counter(
+        _I,
+        "key_output_tokens",
+        "Output tokens of each API key's requests, in all sequences that were generated.",
+        "key",
+    ),
     # The ingress.
     _gauge(_I, "live_requests", "Choices in progress."),
     _gauge(

@@ -10,8 +10,10 @@ import httpx
 import pytest
 from local_server import MODEL, LocalServer, wait_until
 
+from app.api import request_body
 from app.api.audit_log import audit_to
 from app.api.authentication import Gate
+from app.api.key_limits import KeyLimits
 from app.api.keys import KeyFile, digest_of
 from app.api.routes import make_api
 from app.metrics.fleet_figures import FleetFigures, ModelFigures
@@ -191,3 +193,70 @@ def test_only_an_administrators_key_sees_what_others_have_used(
     assert seen("narrow") == {line("narrow", 2)}
     assert seen("other") == set()  # it may not see this model
     assert seen("operator") == {line("narrow", 2), line("other", 3), line("third", 4)}
+
+
+@pytest.mark.usefixtures("keys")
+@pytest.mark.parametrize(
+    ("more", "sequences"),
+    [
+        ({"best_of": 4}, 4),
+        ({"n": 2, "best_of": 4}, 4),
+        ({"best_of": 4, "stop": "zzzz"}, 4),  # the text decides, here
+        ({"n": 2, "best_of": 4, "stop": "zzzz", "prompt": [[1000, 1001, 1002]] * 2}, 8),
+        ({"use_beam_search": True, "beam_width": 4, "temperature": 0}, 4),
+        ({"n": 2}, 2),
+    ],
+)
+def test_a_key_pays_for_every_sequence_that_is_generated(
+    server: LocalServer, http: httpx.Client, keys: Gate, tmp_path: Path, more: dict[str, Any], sequences: int
+) -> None:
+    key = next(key for key in keys.keys.ring().by_digest.values() if key.id == "narrow")
+    limited = key.model_copy(update={"tokens_per_minute": 1000})
+    limits = KeyLimits(limited, clock=lambda: 0.0)
+    path, before = tmp_path / "audit", used(server)
+    prompts = len(more["prompt"]) if "prompt" in more else 1
+    body = {"prompt": [1000, 1001, 1002], "max_tokens": 10, "ignore_eos": True, **more}
+    audit_to(str(path), "ingress:1")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Gate, "limits_of", lambda gate, key: limits)
+            response = http.post("/v1/completions", json=body, headers={"x-api-key": "narrow"})
+        wait_until(lambda: path.stat().st_size > 0)
+    finally:
+        audit_to(None, "")
+    assert response.status_code == 200, response.text
+    returned = 10 * len(response.json()["choices"])
+    assert response.json()["usage"]["completion_tokens"] == returned
+    assert used(server)[3] - before[3] == 10 * sequences
+    assert dict(limits.headers())[b"x-ratelimit-remaining-tokens"] == b"%d" % (
+        1000 - 3 * prompts - 10 * sequences
+    )
+    line = json.loads(path.read_text())
+    assert (line["output_tokens"], line["generated_tokens"]) == (returned, 10 * sequences)
+
+
+def test_the_body_of_a_key_beyond_its_limits_is_not_parsed(
+    server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys:\n  - {{id: k, sha256: {digest_of('k')}, requests_per_minute: 1}}\n")
+    monkeypatch.setattr(server.api, "gate", Gate(KeyFile(str(path), {})))
+    parsed: list[int] = []
+    whole = request_body.parse_json_object
+
+    def noted(body: bytes) -> dict[str, Any]:
+        parsed.append(len(body))
+        return whole(body)
+
+    monkeypatch.setattr(request_body, "parse_json_object", noted)
+    headers = {"x-api-key": "k"}
+    assert (
+        http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}, headers=headers).status_code == 200
+    )
+    assert len(parsed) == 1
+    long = json.dumps({"messages": [{"role": "user", "content": "a" * 100_000}]})
+    for route in ("v1/completions", "v1/chat/completions", "v1/responses", "v1/messages", "tokenize"):
+        refused = http.post(f"/{route}", content=long, headers=headers)
+        assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+        assert "requests_per_minute" in refused.text
+    assert len(parsed) == 1

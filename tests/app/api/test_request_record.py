@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -20,15 +21,20 @@ from local_server import COUNT, MODEL, LocalServer
 from app.api import request_record, sse
 from app.api.authentication import Gate
 from app.api.caller import Caller
+from app.api.choices import GenerationJob
 from app.api.errors import ApiError
+from app.api.generated_response import ResponseMaker
 from app.api.key_limits import KeyLimits
 from app.api.keys import ENVIRONMENT, ApiKey, KeyFile, digest_of
+from app.api.openai_responses import Envelope, OpenAIReply
+from app.api.openai_types import parse_completion
 from app.api.request_record import RequestRecord
 from app.fleet.generation import Delta, EngineDeathsError, GenerateRequest, GenerationError, UnavailableError
 from app.logs import FIELDS
 from app.metrics.samples import METRICS
 from engine.errors import ClientLimitError, InvalidRequestError
 from engine.histogram import Histogram
+from engine.token_logprobs import TokenLogprobs
 
 
 def ended(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
@@ -200,3 +206,43 @@ def test_keys_guard_the_service_and_divide_its_cache(
     assert ask("key-b").status_code == 200
     assert set(http.get("/health").json()) <= {"status", "instance", "routable", "asleep"}
     assert "live_requests" in http.get("/health", headers={"x-api-key": "key-b"}).json()
+
+
+@pytest.mark.parametrize("stop", ["zzzz", None])
+def test_the_time_between_tokens_that_come_at_the_end_is_unknown(stop: str | None) -> None:
+    """Of results that are the best of more, whoever ranks them; all that has been drawn is paid for."""
+    body = {"prompt": [1], "best_of": 2, "max_tokens": 4, **({} if stop is None else {"stop": stop})}
+    job = GenerationJob(parse_completion(body).options, [[1]], False, Caller("", "r"))
+
+    class Engines:
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+            if stop is None:
+                yield Delta((5,) * 4, "length", 0, 0, 0, final=True)
+                return
+            for i in range(4):
+                for sequence in (0, 1):
+                    reason = "length" if i == 3 else None
+                    scores = (TokenLogprobs(-1.0, 1),)
+                    yield Delta((5,), reason, 0, i, sequence, reason is not None and sequence == 1, "", scores)
+
+    class Decoder:
+        special_names = ()
+
+        def detokenizer(self, **_: Any) -> Any:
+            return SimpleNamespace(push=lambda tokens: "x", flush=lambda: "")
+
+    record = RequestRecord(Caller("", "r"), "completions", False)
+
+    async def answer() -> None:
+        decoder: Any = Decoder()
+        maker = ResponseMaker(Engines(), decoder, asyncio.to_thread)
+        reply = OpenAIReply(job, Envelope("i", 0, "m"), decoder)
+        receive, send = asyncio.Event().wait, AsyncMock()
+        await maker.response(job, reply, record)({"type": "http", "path": ""}, receive, send)  # type: ignore[arg-type]
+
+    asyncio.run(answer())
+    record.end()
+    figures = record.figures
+    assert (record.outcome, record.usage.completion_tokens, record.generated_tokens) == ("ok", 4, 8)
+    assert [sum(each.totals.counts) for each in (figures.inter_token, figures.per_output_token)] == [0, 0]
+    assert [sum(each.totals.counts) for each in (figures.first_token, figures.whole)] == [1, 1]

@@ -10,9 +10,11 @@ from typing import ClassVar
 import pytest
 from tokenizers import Tokenizer
 
+from app.api.answers import Answer
 from app.api.caller import Caller
 from app.api.choices import GenerationJob, TextDelta, stream_choices
 from app.api.openai_types import parse_completion
+from app.fleet.delta_queue import DeltaQueue
 from app.fleet.generation import Delta, GenerateRequest, GenerationError, UnavailableError
 from engine.text import TextDecoder
 from engine.token_logprobs import TokenLogprobs
@@ -187,3 +189,105 @@ def test_text_that_may_end_early_or_has_details_does_not_go_the_direct_way(
         await choices.aclose()
 
     asyncio.run(test())
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_nobody_reads_stays_where_tokens_are_joined(backend: Tokenizer, fails: bool) -> None:
+    """However many prompts there are, until the client reads on, leaves, or a prompt fails."""
+    tokens, read = 300, 0
+
+    class Endless(Source):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+            nonlocal read
+            async for delta in super().generate(request):
+                read += 1
+                yield delta
+
+    deltas: list[Delta | Exception | None] = [
+        Delta((5,), "length" if i + 1 == tokens else None, 0, i, final=i + 1 == tokens) for i in range(tokens)
+    ]
+    broken: list[Delta | Exception | None] = [*deltas[:50], GenerationError("broken")]
+
+    async def test() -> None:
+        nonlocal read
+        for leaves in (False, True):
+            read, source = 0, Endless(deltas, broken if fails else deltas, deltas)
+            stream = stream_choices(job(3, max_tokens=tokens), source, TextDecoder(backend))
+            found = [await anext(stream)]
+            await turns(200)
+            assert read <= 10
+            if leaves:
+                await asyncio.wait_for(stream.aclose(), 30)
+            elif fails:
+                with pytest.raises(GenerationError, match="broken"):
+                    await asyncio.wait_for(_rest(stream, found), 30)
+            else:
+                await asyncio.wait_for(_rest(stream, found), 30)
+                assert len(found) == 3 * tokens
+            assert source.running == 0
+
+    asyncio.run(test())
+
+
+async def _rest(stream: AsyncIterator[TextDelta], found: list[TextDelta]) -> None:
+    async for delta in stream:
+        found.append(delta)
+
+
+def test_all_that_is_drawn_counts_although_the_reader_leaves(backend: Tokenizer) -> None:
+    async def test() -> None:
+        deltas = [Delta((5,), None, 0, i // 3, i % 3, logprobs=(TokenLogprobs(-1.0, 1),)) for i in range(12)]
+        source, wanted = Source([*deltas, None]), job(1, best_of=3, stop="zzzz")
+        reading = asyncio.ensure_future(all_of(source, wanted, TextDecoder(backend)))
+        await turns(50)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert (dict(wanted.drawn), source.running) == ({0: 4, 1: 4, 2: 4}, 0)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_each_choice_has_the_log_probabilities_of_its_prompt(backend: Tokenizer, late: bool) -> None:
+    """Also of choices that are read late, all at once."""
+
+    def scores(count: int) -> tuple[TokenLogprobs, ...]:
+        return (TokenLogprobs(-1.0, 1),) * count
+
+    prompt = backend.encode("one two three", add_special_tokens=False).ids
+    asked = {"prompt": prompt, "n": 2, "max_tokens": 3, "echo": True, "logprobs": 0}
+    options, caller = parse_completion(asked).options, Caller("", "test")
+    wanted = GenerationJob(options, [prompt], False, caller, echoes=("one two three",))
+    # The engine sends those of the prompt with choice 0; choice 1 ends first.
+    deltas = [
+        Delta((5,), None, 0, 0, 0, logprobs=scores(1), prompt_logprobs=scores(len(prompt) - 1)),
+        Delta((6,), None, 0, 0, 1, logprobs=scores(1)),
+        Delta((5,), None, 0, 1, 0, logprobs=scores(1)),
+        Delta((6,), "stop", 0, 1, 1, logprobs=scores(1)),
+        Delta((5,), "length", 0, 2, 0, final=True, logprobs=scores(1)),
+    ]
+
+    class Queued(Source):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+            queue, waiting = DeltaQueue(), list(deltas)
+            final = False
+            while not final:
+                while waiting:
+                    queue.put(waiting.pop(0))
+                    if not late:
+                        break
+                delta = await queue.get()
+                final = delta.final
+                yield delta
+
+    found = asyncio.run(all_of(Queued(), wanted, TextDecoder(backend)))
+    answers = [Answer(), Answer()]
+    for delta in found:
+        answers[delta.index].add(delta)
+    assert [len(answer.details.prompt_logprobs or ()) for answer in answers] == [len(prompt) - 1] * 2
+    assert [len(answer.details.logprobs) for answer in answers] == [3, 2]
