@@ -542,7 +542,9 @@ static void share(const Call& call, std::vector<Item>& items, const bf16* q, con
     parallel_for(count, count, num_threads, [&](int64_t i) { run_shared(call, shared[i], members, q, kv, states); });
     for (Item& item : items) {
         if (states[item.request] == nullptr) continue;
-        item.state = states[item.request] + item.first_head * item.num_queries * call.group() * row_floats;
+        // Of all queries of a head: an item of several heads has them all, see cut().
+        const int64_t queries = call.query_start[item.request + 1] - call.query_start[item.request];
+        item.state = states[item.request] + (item.first_head * queries + item.first_query) * call.group() * row_floats;
         item.cost -= lengths[item.request] * item.num_queries * item.num_heads;
         item.begin = lengths[item.request];
     }

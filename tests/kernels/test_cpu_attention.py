@@ -24,6 +24,8 @@ LAYOUTS = [
     HeadLayout(3, 1, 5),
     HeadLayout(5, 1, 64),
     HeadLayout(4, 2, 256),
+    HeadLayout(50, 2, 64),
+    HeadLayout(71, 1, 16),
 ]
 DTYPES = pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 
@@ -211,6 +213,9 @@ def test_bits_in_batches_of_every_size(cpu: CpuKernels, num_requests: int) -> No
         (HeadLayout(9, 3, 64), 16, None, None),
         (HeadLayout(4, 2, 80), 32, None, 8.0),
         (HeadLayout(3, 1, 64), 16, 90, None),
+        (HeadLayout(50, 2, 64), 16, None, None),
+        (HeadLayout(64, 2, 16), 16, None, None),
+        (HeadLayout(71, 1, 64), 32, None, 8.0),
     ],
     ids=str,
 )
@@ -230,7 +235,7 @@ def test_bits_of_requests_that_share_blocks(
         for r in range(requests):
             own = make_sequence(20 + 9 * r, layout, dtype, 100 * group + r)
             whole = Sequence(*(torch.cat(pair) for pair in zip(fields(common), fields(own), strict=True)))
-            chunks.append(Chunk(whole, whole.length - 1 - r % 3, whole.length))
+            chunks.append(Chunk(whole, whole.length - 1 - r % 8, whole.length))
             lengths.append(shared)
     apart = make_step(chunks, block_size)
     tables = apart.metadata.block_tables.clone()

@@ -76,6 +76,8 @@ LAYOUTS = [
     (4, 1, 16, 1, 7, None),
     (2, 1, 128, 32, 40, None),
     (20, 1, 80, 8, None, None),
+    (50, 2, 64, 16, None, None),
+    (71, 1, 128, 16, None, None),
     (32, 8, 128, 16, None, None),
     (14, 2, 128, 64, None, None),
     (8, 1, 256, 16, None, None),
