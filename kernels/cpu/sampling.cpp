@@ -28,7 +28,7 @@ constexpr int64_t CHECKED = 4 * LANES;        // tokens of a stretch, which are 
 
 // exp(x) for x <= 0, to about one unit in the last place; 0 where the result would not be a normal number.
 static inline vf exp_negative(vf x) {
-    const vi normal = ~bit_cast<vi>(x < splat(-87.33f));  // elsewhere the bits below mean nothing
+    const vu normal = ~bit_cast<vu>(x < splat(-87.33f));  // elsewhere the bits below mean nothing
     const vf shift = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer, in the lowest bits
     const vf shifted = fma(x, splat(1.442695040888963f), shift), n = shifted - shift;
     const vf part = fma(n, splat(-1.42860682e-6f), fma(n, splat(-0.693145751953125f), x));
@@ -39,7 +39,7 @@ static inline vf exp_negative(vf x) {
     y = fma(y, part, splat(1.66666671633720398e-1f));
     y = fma(y, part, splat(0.5f));
     y = fma(part * part, y, part) + splat(1.0f);
-    return bit_cast<vf>((bit_cast<vi>(y) + (bit_cast<vi>(shifted) << 23)) & normal);
+    return bit_cast<vf>((bit_cast<vu>(y) + (bit_cast<vu>(shifted) << 23)) & normal);
 }
 
 // A number between 0 and 1, of which -log is a standard exponential; engine/execution/random.py has the formula.

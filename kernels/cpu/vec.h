@@ -132,12 +132,12 @@ static inline vf exp2_of_part(vf part) {
 // 2 ** x for x <= 128, exactly scaled by the nearest integer. Below -126 the result is 0, at 128 it is infinite, NaN
 // stays NaN.
 static inline vf exp2(vf x) {
-    const vi tiny = bit_cast<vi>(x < splat(-126.0f));
+    const vu tiny = bit_cast<vu>(x < splat(-126.0f));
     x = max(x, splat(-126.0f));
     const vf shift = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer, in the lowest bits
     const vf shifted = x + shift, part = x - (shifted - shift);
     const vf y = exp2_of_part(part);
-    return bit_cast<vf>((bit_cast<vi>(y) + (bit_cast<vi>(shifted) << 23)) & ~tiny);
+    return bit_cast<vf>((bit_cast<vu>(y) + (bit_cast<vu>(shifted) << 23)) & ~tiny);
 }
 static inline float exp2(float x) { return exp2(splat(x))[0]; }
 
@@ -175,7 +175,7 @@ static inline vf tanh(vf x) {
     y = fma(y, part, splat(5.550410866e-2f));
     y = fma(y, part, splat(2.402265070e-1f));
     y = fma(y, part, splat(6.931471806e-1f));
-    const vf power = bit_cast<vf>((bit_cast<vi>(shifted) << 23) + 0x3f800000);
+    const vf power = bit_cast<vf>((bit_cast<vu>(shifted) << 23) + 0x3f800000u);
     const vf e = fma(power, y * part, power - splat(1.0f));
     return e / (e + splat(2.0f));
 }
