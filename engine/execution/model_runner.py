@@ -251,7 +251,7 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(self, rows: int) -> None:
         """Run a step that samples ``rows`` sequences of a token each, in the first blocks; for calibration."""
-        places = torch.arange(min(rows, self.memory.tokens), device=self.device)
+        places = torch.arange(min(rows, self.memory.tokens, self.max_model_len), device=self.device)
         rows, size = len(places), self.kv_cache.block_size
         blocks = torch.arange(-(-rows // size), dtype=torch.int32, device=self.device)
         metadata = AttentionMetadata(

@@ -111,6 +111,25 @@ def test_long_lists_show_a_bar(tiny: LLM, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_prompt_as_long_as_the_context_is_scored(tiny: LLM, n: int) -> None:
+    prompt = [2 + i % 90 for i in range(tiny.engine.limits.max_model_len)]
+    (result,) = tiny.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=1, n=n))
+    assert len(result.prompt_logprobs or ()) == len(prompt) - 1
+    assert [sequence.token_ids for sequence in result.sequences] == [[]] * n
+    with pytest.raises(InvalidRequestError, match="exceeds the context length"):
+        tiny.generate([[*prompt, 2]], SamplingParams(max_tokens=0, prompt_logprobs=1, n=n))
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("context", [2, 4, 7])
+def test_a_context_may_be_short(tiny_models: dict[str, Path], kernels: str, context: int) -> None:
+    """What is measured at the start stays within it."""
+    llm = LLM(tiny_models["Llama"], kernels=kernels, max_model_len=context, num_blocks=64, num_threads=1)
+    params = SamplingParams(max_tokens=context - 1, ignore_eos=True)
+    assert len(llm.generate([[5]], params)[0].token_ids) == context - 1
+
+
 def test_one_wrong_prompt_stops_the_call_before_it_runs(tiny: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="97"):
         tiny.generate([[5, 6], [97]])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.execution.batch import Batch
 from engine.execution.model_runner import ModelRunner
 from engine.kv.kv_cache import KVCache
 from engine.kv.transfers import Transfers
@@ -135,6 +136,23 @@ def test_the_rotary_table_has_the_positions_that_are_served(folder: Path, runner
     short = ModelRunner(EngineConfig(model=str(folder), device="cpu", num_blocks=4, max_model_len=20))
     assert len(short.decoder.cos_sin) == 20
     assert len(runner.decoder.cos_sin) == runner.max_model_len
+
+
+@pytest.mark.parametrize("context", [1, 5, 20])
+def test_a_decode_for_calibration_stays_within_what_is_served(folder: Path, context: int) -> None:
+    short = ModelRunner(
+        EngineConfig(model=str(folder), device="cpu", kernels="reference", num_blocks=4, max_model_len=context)
+    )
+    seen = []
+    forward = short._steps.forward
+
+    def kept(batch: Batch) -> Tensor:
+        seen.append(batch.metadata.positions.tolist())
+        return forward(batch)
+
+    short._steps.forward = kept  # type: ignore[method-assign]
+    short.decode(8)
+    assert seen == [list(range(min(context, 8)))]
 
 
 def test_warming_up_takes_each_kind_of_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
