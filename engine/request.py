@@ -57,7 +57,16 @@ class ModelLimits:
     @property
     def max_tokens(self) -> int:
         """Longest sequence that can ever run: the context length, or what the whole pool holds."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+        return min(self.max_model_len, self.pool_tokens)
+
+    @property
+    def pool_tokens(self) -> int:
+        """What the whole pool holds."""
+        return self.num_blocks * self.block_size
+
+    def longest_prompt(self, output: int) -> int:
+        """Longest prompt with ``output`` more tokens; the pool has a place for one even where none is made."""
+        return min(self.max_model_len - output, self.pool_tokens - max(output, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +224,10 @@ def check_size(prompt: int, params: SamplingParams, limits: ModelLimits) -> int:
             "max_tokens" if wanted is not None and prompt < limits.max_model_len else "prompt",
             "context_length_exceeded",
         )
-    if max(total, prompt + 1) > limits.max_tokens:
+    if max(total, prompt + 1) > limits.pool_tokens:
         raise InvalidRequestError(
             f"prompt of {counted(prompt, 'token')} with {1 if wanted is None else wanted} more can never fit "
-            f"the KV pool of {limits.num_blocks * limits.block_size} tokens ({limits.num_blocks} blocks of "
+            f"the KV pool of {limits.pool_tokens} tokens ({limits.num_blocks} blocks of "
             f"{limits.block_size}); raise kv_memory or shorten the request",
             "prompt",
             "kv_pool_exceeded",

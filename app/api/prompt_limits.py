@@ -28,7 +28,7 @@ def kept_end(prompt: list[int], options: GenerationOptions, limits: FleetLimits)
         return prompt
     if keep < 0:
         wanted = options.params.max_tokens
-        keep = max(limits.max_tokens - (1 if wanted is None else wanted), 1)
+        keep = max(limits.longest_prompt(1 if wanted is None else wanted), 1)
     return prompt[-keep:]
 
 

@@ -27,6 +27,10 @@ class FleetLimits:
         """The longest sequence that some replica can run, in tokens."""
         return max(limits.max_tokens for limits in self.each)
 
+    def longest_prompt(self, output: int) -> int:
+        """The longest prompt that some replica can run with ``output`` more tokens."""
+        return max(limits.longest_prompt(output) for limits in self.each)
+
     def validate(self, token_ids: list[int], params: SamplingParams) -> int:
         """Check that some replica can run a request; return the longest length it may reach, in tokens.
 

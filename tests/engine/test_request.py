@@ -75,6 +75,31 @@ def test_one_token_is_singular(prompt: int, words: str, context: int) -> None:
     assert caught.value.message.startswith(words)
 
 
+def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
+    only_scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    large, small = replace(LIMITS, num_blocks=17), replace(LIMITS, max_model_len=2**10)
+    assert check_size(64, only_scored, large) == 64
+    with pytest.raises(InvalidRequestError) as caught:
+        check_size(65, only_scored, large)
+    assert caught.value.code == "context_length_exceeded"
+    assert check_size(63, only_scored, small) == 63  # where the pool is what limits, a place stays free
+    with pytest.raises(InvalidRequestError) as caught:
+        check_size(64, only_scored, small)
+    assert caught.value.code == "kv_pool_exceeded"
+
+
+@pytest.mark.parametrize("output", [0, 1, 2, 30])
+@pytest.mark.parametrize(
+    "limits", [replace(LIMITS, num_blocks=17), replace(LIMITS, max_model_len=2**10), LIMITS]
+)
+def test_the_longest_prompt_is_the_longest_that_passes(limits: ModelLimits, output: int) -> None:
+    params = SamplingParams(max_tokens=output, prompt_logprobs=0)
+    longest = limits.longest_prompt(output)
+    assert check_size(longest, params, limits) == longest + output
+    with pytest.raises(InvalidRequestError):
+        check_size(longest + 1, params, limits)
+
+
 ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just(np.int64(3))
 ANYTHING |= st.lists(ANYTHING, max_size=3) | st.tuples(ANYTHING, ANYTHING)
 FIELDS = [field.name for field in fields(SamplingParams)]

@@ -11,7 +11,7 @@ from app.api.choices import GenerationJob
 from app.api.key_limits import KeyLimits
 from app.api.keys import ApiKey
 from app.api.openai_types import parse_chat, parse_completion
-from app.api.prompt_limits import check_prompts, within_context, within_logprobs
+from app.api.prompt_limits import check_prompts, kept_end, within_context, within_logprobs
 from app.fleet.fleet_limits import FleetLimits
 from engine.errors import InvalidRequestError
 from engine.request import MAX_PROMPT_SCORES, ModelLimits
@@ -120,6 +120,18 @@ def test_output_of_any_length_ends_where_its_log_probabilities_reach_the_limit()
     assert within_logprobs(asked, LIMITS, 2 * room) is asked
     with pytest.raises(InvalidRequestError, match="max_response_logprobs"):
         within_logprobs(asked, LIMITS, 1)
+
+
+@pytest.mark.parametrize(("context", "longest"), [(64, 64), (2**10, 67)])
+def test_a_prompt_that_is_only_scored_fills_the_context(context: int, longest: int) -> None:
+    """Or all of the pool but one place."""
+    limits = FleetLimits((replace(SMALL.each[0], max_model_len=context, num_blocks=17),))
+    scored = job([[7] * longest], max_tokens=0, echo=True, logprobs=1)
+    check_prompts(scored, limits)
+    with pytest.raises(InvalidRequestError, match=f"prompt of {longest + 1} tokens"):
+        check_prompts(replace(scored, prompts=[[7] * (longest + 1)]), limits)
+    shortened = job([], max_tokens=0, echo=True, truncate_prompt_tokens=-1)
+    assert kept_end([7] * 1000, shortened.options, limits) == [7] * longest
 
 
 def test_a_keys_context_that_exceeds_the_models_limits_nothing() -> None:

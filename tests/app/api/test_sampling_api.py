@@ -6,17 +6,19 @@ import dataclasses
 import math
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from local_server import MODEL, LocalServer
+from local_server import MODEL, LocalServer, serve_locally
 
 from app.api import generated_response, openai_responses
 from app.api.generated_response import INLINE_DETAILS
 from app.api.openai_responses import OpenAIReply
 from app.fleet.fleet_limits import FleetLimits
+from engine.config import EngineConfig
 
 COUNT: dict[str, Any] = {"model": MODEL, "prompt": "one, two, three, four,", "temperature": 0, "max_tokens": 8}
 ASK: dict[str, Any] = {
@@ -87,6 +89,21 @@ def test_echo_scores_the_prompt_as_evaluations_ask(sdk: openai.OpenAI, http: htt
     assert "".join(chunk.text for chunk in streamed) == first.text
     pieces = [chunk.logprobs.token_logprobs or [] for chunk in streamed if chunk.logprobs is not None]
     assert [score for piece in pieces for score in piece] == scores
+
+
+def test_a_prompt_as_long_as_the_context_is_scored(small_model: Path) -> None:
+    config = EngineConfig(
+        model=str(small_model), dtype="float32", max_model_len=64, num_blocks=8, num_threads=1
+    )
+    with (
+        serve_locally(small_model, config, MODEL) as server,
+        httpx.Client(base_url=server.url, timeout=300) as client,
+    ):
+        body = {"model": MODEL, "prompt": list(range(100, 164)), "echo": True, "logprobs": 1, "max_tokens": 0}
+        (choice,) = post(client, "completions", body)["choices"]
+        assert len(choice["logprobs"]["token_logprobs"]) == 64
+        refused = client.post("/v1/completions", json={**body, "prompt": list(range(100, 165))})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_echo_without_log_probabilities(http: httpx.Client) -> None:
