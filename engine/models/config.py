@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,7 +253,7 @@ def read_model_config(folder: str | Path) -> ModelConfig:
             message names it.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path's method raises for long names
         raise ConfigError(f"model folder {folder} does not exist; set model to a folder with config.json")
     raw = _read_json(folder / "config.json", required=True)
     generation = _read_json(folder / "generation_config.json", required=False)

@@ -10,7 +10,8 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of a number, by the name of its type; the kernels take all of these."""
 
 EMBEDDING = "model.embed_tokens.weight"
-_IN_FILES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+FILE_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+"""Those of weights, as safetensors files call them."""
 
 
 def dtype_name(wanted: str, config: ModelConfig, files: TensorFiles) -> str:
@@ -25,7 +26,7 @@ def dtype_name(wanted: str, config: ModelConfig, files: TensorFiles) -> str:
         chosen = config.dtype
     else:
         stored = files.stored_as(EMBEDDING)
-        chosen = _IN_FILES.get(stored, stored)
+        chosen = FILE_TYPES.get(stored, stored)
     if chosen not in BYTES:
         raise ConfigError(f"dtype {chosen} is not supported; set dtype to one of {', '.join(BYTES)}")
     return chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def local_folder(model: str | Path) -> Path:
         ConfigError: nothing of that name is here; the message says how to get it.
     """
     path = at_home(model)
-    if path.is_dir():
+    if os.path.isdir(path):  # Path's method raises for long names
         return path
     name = str(model)
     if is_bundled(name):

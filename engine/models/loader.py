@@ -11,7 +11,7 @@ from engine.config import WeightsOption
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig, context_length, read_model_config
 from engine.models.decoder import Decoder
-from engine.models.dtypes import EMBEDDING, dtype_name
+from engine.models.dtypes import EMBEDDING, FILE_TYPES, dtype_name
 from engine.models.packer import Packer
 from engine.models.tensor_files import TensorFiles
 from kernels.interface import Kernels
@@ -69,12 +69,7 @@ class Checkpoint(TensorFiles):
     def fill(self, name: str, out: Tensor) -> None:
         """Copy the tensor called ``name`` into ``out``."""
         self.expect(name, tuple(out.shape))
-        tensor = self._read(name)
-        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            raise ConfigError(
-                f"{self.folder}: tensor {name} is {tensor.dtype}; quantized weights are not supported"
-            )
-        out.copy_(tensor)
+        out.copy_(self._read(name))
         self._unused.discard(name)
 
     def finish(self) -> None:
@@ -101,5 +96,8 @@ class Checkpoint(TensorFiles):
             )
 
     def _read(self, name: str) -> Tensor:
+        stored = self.stored_as(name)  # torch has not all of a file's types
+        if stored not in FILE_TYPES:
+            raise ConfigError(f"{self.folder}: tensor {name} is {stored}; quantized weights are not supported")
         tensor: Tensor = self._file(name).get_tensor(name)
         return tensor

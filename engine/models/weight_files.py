@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, shown
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -32,9 +33,9 @@ def weight_files(folder: Path) -> list[Path]:
         files = [folder / _SINGLE]
         if not files[0].is_file():
             files = sorted(folder.glob("*.safetensors"))
-    missing = [path.name for path in files if not path.is_file()]
+    missing = [path.name for path in files if not os.path.isfile(path)]  # Path's method raises for long names
     if missing:
-        raise ConfigError(f"{folder}: weight file {missing[0]} is named in {_INDEX} but missing")
+        raise ConfigError(f"{folder}: weight file {shown(missing[0])} is named in {_INDEX} but missing")
     if not files:
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         if pickles:

@@ -20,6 +20,7 @@ from tiny_engines import TINY_MODELS
 from engine.errors import ConfigError
 from engine.models.config import FAMILIES as ARCHITECTURES
 from engine.models.config import ModelConfig, RopeType, parse_model_config, read_model_config
+from engine.models.folders import local_folder
 from engine.models.rope import inverse_frequencies
 from kernels.interface import Activation
 
@@ -409,6 +410,11 @@ def test_any_config_is_either_read_or_refused(
 def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         read_model_config(tmp_path / "nowhere")
+    for name in ("x" * 5000, "\x00"):  # as no folder can be called
+        with pytest.raises(ConfigError, match="does not exist"):
+            read_model_config(name)
+        with pytest.raises(ConfigError, match="does not exist"):
+            local_folder(name)
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")

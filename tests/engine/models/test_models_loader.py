@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,29 @@ def test_quantized_weights_are_refused(folder: Path, dtype: torch.dtype) -> None
         load(folder)
 
 
+@pytest.mark.parametrize(("stored", "bits"), [("F6_E2M3", 6), ("F6_E3M2", 6), ("F4", 4), ("U16", 16)])
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
+def test_types_of_files_that_are_not_of_weights_are_refused(
+    tmp_path: Path, name: str, stored: str, bits: int
+) -> None:
+    """Torch has not all of them. A tied head is not filled, but compared with the embedding."""
+    save_tiny(tmp_path, "Llama", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    header: dict[str, Any] = {}
+    data = b""
+    for each, tensor in tensors.items():
+        raw = tensor.numpy().tobytes() if each != name else bytes(tensor.numel() * bits // 8)
+        kind = stored if each == name else "F32"
+        offsets = [len(data), len(data) + len(raw)]
+        header[each] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": offsets}
+        data += raw
+    head = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + data)
+    with pytest.raises(ConfigError, match=f"tensor {name} is {stored}; quantized weights are not supported"):
+        load(tmp_path)
+
+
 def test_tables_of_older_checkpoints_are_ignored(folder: Path) -> None:
     before = logits(load(folder))
     table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
@@ -157,6 +181,14 @@ def test_an_index_names_files(folder: Path, names: list[object]) -> None:
         load(folder)
 
 
+def test_an_index_may_name_what_no_file_can_be_called(folder: Path) -> None:
+    for name in ("x" * 5000, "\x00", "\ud800"):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(ConfigError, match=r"is named in .*index\.json but missing") as caught:
+            load(folder)
+        assert len(str(caught.value)) < 400
+
+
 def test_an_index_that_nests_too_deeply_is_refused(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[" * 200_000)
     with pytest.raises(ConfigError, match=r"cannot read .*index\.json.*[Rr]ecursion"):
@@ -175,7 +207,7 @@ def test_shards(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     (other / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert torch.equal(logits(load(other)), whole)
     (other / "model-2.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"model-2\.safetensors is named in .* but missing"):
+    with pytest.raises(ConfigError, match=r"'model-2\.safetensors' is named in .* but missing"):
         load(other)
 
 
