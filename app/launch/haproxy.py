@@ -57,6 +57,12 @@ STEERING = "|".join(
 
 OWNER = "owner"
 
+SHARED_MEMORY, START_MESSAGES = Path("/dev/shm"), "haproxy_startup_logs_"
+"""Where HAProxy keeps the messages of its start: in a file with this name and its process ID."""
+
+MESSAGES_ROOM = 2**20
+"""Bytes that must be free there; HAProxy takes some tens of KiB."""
+
 UNAVAILABLE = {
     "message": f"no ingress of this server is available; try again in {RETRY_AFTER_S} s",
     "type": "service_unavailable_error",
@@ -83,6 +89,7 @@ def main() -> None:
     config, servers = with_servers(path.read_text(), recall(memory))
     memory.write_text(json.dumps({OWNER: owner(), **servers}))
     path.write_text(changed(config, unavailable, files, usable_cores(), os.environ))
+    avoid_full_memory()
     die_with_parent()
     binary = haproxy_binary()
     # -dS: no splicing. With it, HAProxy does not notice that a client has left if the body arrived after the
@@ -210,6 +217,25 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(set_death_signal, signal.SIGUSR1)
     if os.getppid() != parent:
         sys.exit(f"{NAME}: Serve's proxy has ended")
+
+
+def avoid_full_memory() -> None:
+    """Have HAProxy keep the messages of its start in its own memory if ``SHARED_MEMORY`` is full.
+
+    The kernel would kill it at its first write there: no change of replicas would reach clients. It falls back
+    to its own memory if it cannot open the file, and it opens no link. The link stays until a later start.
+    """
+    own = SHARED_MEMORY / f"{START_MESSAGES}{os.getpid()}"
+    try:
+        for link in SHARED_MEMORY.glob(f"{START_MESSAGES}*"):
+            owner = Path("/proc", link.name.removeprefix(START_MESSAGES))
+            if link.is_symlink() and (link == own or not owner.exists()):
+                link.unlink()
+        status = os.statvfs(SHARED_MEMORY)
+        if status.f_bavail * status.f_frsize < MESSAGES_ROOM:
+            own.symlink_to(os.devnull)
+    except OSError:
+        return  # another user's link does the same, and without the folder HAProxy needs none
 
 
 def haproxy_binary() -> str:

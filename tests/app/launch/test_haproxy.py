@@ -453,6 +453,41 @@ def test_a_connection_reset_before_it_is_accepted_counts_as_refused(setting: Set
     run(use)
 
 
+def test_it_starts_though_shared_memory_is_full(tmp_path: Path) -> None:
+    """Clients would otherwise keep to the ingresses of the last start: the kernel kills each later HAProxy."""
+    script, config = tmp_path / haproxy.NAME, tmp_path / "haproxy.cfg"
+    haproxy.write_script(script)
+    config.write_text(
+        "defaults\n    mode http\n    timeout client 9s\n    timeout server 9s\n    timeout connect 9s\n"
+        "frontend http_frontend\n    bind 127.0.0.1:1\n"
+    )
+    apart = ["unshare", "--map-root-user", "--mount", "sh", "-ec"]
+    full = "mount -t tmpfs -o size=64k tmpfs /dev/shm; ! head -c 1m /dev/zero > /dev/shm/file 2> /dev/null"
+    if subprocess.run([*apart, full], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount")
+    twice = f"{script} -c -f {config}; {script} -c -f {config}; ls /dev/shm"
+    ran = subprocess.run([*apart, f"{full}; {twice}"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count(haproxy.START_MESSAGES) == 1, "a later start removes what an earlier one left"
+
+
+def test_links_in_shared_memory_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, dead = (tmp_path / f"{haproxy.START_MESSAGES}{pid}" for pid in (os.getpid(), 2**30))
+    alive, file = (tmp_path / f"{haproxy.START_MESSAGES}{pid}" for pid in (os.getppid(), 2**30 + 1))
+    for link in (own, dead, alive):
+        link.symlink_to(os.devnull)
+    file.touch()
+    monkeypatch.setattr(haproxy, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(haproxy, "MESSAGES_ROOM", 0)
+    haproxy.avoid_full_memory()
+    assert sorted(tmp_path.iterdir()) == sorted([alive, file]), "there is room again"
+    monkeypatch.setattr(haproxy, "MESSAGES_ROOM", 2**63)
+    haproxy.avoid_full_memory()
+    assert own.is_symlink()
+    monkeypatch.setattr(haproxy, "SHARED_MEMORY", tmp_path / "none")
+    haproxy.avoid_full_memory()
+
+
 def test_users_who_name_a_binary_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     instance = Instance()
     path = instance.controller_environment()[haproxy.BINARY]
