@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,12 @@ def _checked(
     placement.check_gpus(models, placement.cluster_nodes())
     room = check_models(models)
     placement.warn_of_lack(models, *placement.nodes_and_free(), placement.running_replicas())
+    warn_of_serve()
+    return assemble(options, replica_class, room, tries)
+
+
+def warn_of_serve() -> None:
+    """Warn of what this process's Serve was started without; it reads such settings only when it starts."""
     if serving.haproxy_expected() and not serving.haproxy_enabled():
         logger.warning(
             "Serve was started without HAProxy, so responses pass through its slower built-in proxy; run "
@@ -89,7 +96,12 @@ def _checked(
             "others out; before `ray start`, set RAY_SERVE_HAPROXY_BINARY_PATH to what `which quire-haproxy` "
             "prints (docs/deployment.md)"
         )
-    return assemble(options, replica_class, room, tries)
+    if serving.haproxy_enabled() and not serving.INLINED.keys() <= os.environ.keys():
+        logger.warning(
+            "a full /dev/shm will end Ray on its node, with all replicas there: set %s as in "
+            "serve_config.yaml, run `serve shutdown`, and deploy again (docs/deployment.md)",
+            ", ".join(serving.INLINED),
+        )
 
 
 def check_router(options: AppConfig) -> None:

@@ -39,6 +39,13 @@ SELDOM = {
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
 }
 
+INLINED = {
+    # Results and arguments above this many bytes go to Ray's object store, by default those above 100 KiB, as
+    # some of each deploy and of each replica's start are. A store whose file system is full kills Ray's node
+    # process, and with it all replicas of the node. A call carries up to 10 MiB.
+    "RAY_max_direct_call_object_size": str(8 * 2**20),
+}
+
 HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
@@ -58,7 +65,8 @@ def controller_environment() -> dict[str, str]:
     A running cluster ignores the environment of the shell that deploys, so they go into ``controller_options``.
     HAProxy needs Linux.
     """
-    return {**PATIENCE, **ONE_LOOP, **SELDOM, **(HAPROXY_ENVIRONMENT if haproxy_expected() else {})}
+    proxy = HAPROXY_ENVIRONMENT if haproxy_expected() else {}
+    return {**PATIENCE, **ONE_LOOP, **SELDOM, **INLINED, **proxy}
 
 
 def haproxy_expected() -> bool:

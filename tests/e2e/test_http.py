@@ -12,8 +12,10 @@ import httpx
 import openai
 import pydantic
 import pytest
+import ray
 from local_cluster import SOON_S, BreakableCluster
 from prometheus_client.parser import text_string_to_metric_families
+from ray._private import internal_api
 
 from loadtests.client import MODEL
 from loadtests.cluster import LocalCluster, wait_for
@@ -61,6 +63,15 @@ def test_channels_have_connections_of_their_own(http: httpx.Client) -> None:
         return sorted(health["channels"].values()), health["unconnected"]
 
     wait_for(lambda: state() == (["open", "open"], []), SOON_S, "a channel lacks its connection")
+
+
+def test_nothing_is_put_into_rays_object_store(cluster: LocalCluster) -> None:
+    """It lies in /dev/shm: where that is full, the first object kills Ray's node process with all replicas."""
+    cluster.inspect()
+    state = internal_api.get_state_from_address(ray.get_runtime_context().gcs_address)
+    created = internal_api.get_memory_info_reply(state).store_stats
+    # Each worker puts 8 bytes there when it starts.
+    assert created.cumulative_created_bytes <= 8 * created.cumulative_created_objects
 
 
 def test_lists_of_prompts_come_back_in_order(sdk: openai.OpenAI) -> None:
