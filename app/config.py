@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from app import model_entries
+from app.disk_room import WATCHED
 from app.option_groups import (
     Deployment,
     Group,
@@ -49,6 +50,7 @@ OTHER_VARIABLES = (
     "QUIRE_LOAD_",
     "QUIRE_PEERS",
     RAY_COLLECTS,
+    WATCHED,
 )
 """Environment variables, or their prefixes, that other parts of Quire read."""
 

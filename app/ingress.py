@@ -23,6 +23,7 @@ from app.api.request_trace import RequestTracer
 from app.api.routes import make_api
 from app.background import Background
 from app.config import AppConfig, ServedModel
+from app.disk_room import NodeRoom, session_folder
 from app.fleet.drain import DRAIN_AFTER_S
 from app.ingress_model import IngressModel, ModelFolder
 from app.metrics.ray_export import EVERY_S, RayExport
@@ -65,6 +66,7 @@ class IngressReplica:
         self._name = logs.replica_name("ingress").partition(":")[2]
         audit_to(options.ingress.audit_log, logs.replica_name("ingress"))
         self._tracer = RequestTracer.configured(options.ingress, logs.replica_name("ingress"))
+        self._room = NodeRoom(session_folder(), logger.warning)
         models = config.served_models(options)
         siblings = Siblings(next(iter(engines.values())).deployment_id.app_name)
         self.server = ApiServer(
@@ -77,6 +79,7 @@ class IngressReplica:
             others=siblings.processes,
             ask_others=siblings.ask,
             name=self._name,
+            lack=lambda: self._room.lack,
         )
         self._models: dict[str, IngressModel] = {}
         for model in models:  # on the event loop, but nothing is served yet
@@ -124,6 +127,7 @@ class IngressReplica:
         if first:
             self._tasks.append(self._background.start("API keys", self._keys.watch()))
             self._tasks.append(self._background.start("metrics", self._export_often()))
+            self._tasks.append(self._background.start("disk room", self._room.run()))
             if self.server.broken:
                 self._tasks.append(self._background.start("models", self._load_later()))
             await self._first_answers()

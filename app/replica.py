@@ -23,6 +23,7 @@ from app.channel.engine_calls import EngineCalls
 from app.channel.wire_sections import Figures
 from app.config import ServedModel
 from app.deployment_version import version_of
+from app.disk_room import NodeRoom, session_folder
 from app.launch import placement
 from app.launch.model_store import resolve
 from app.metrics.engine_figures import engine_samples
@@ -89,6 +90,8 @@ class EngineReplica(EngineCalls):
         node = ray.get_runtime_context().get_node_id()
         self._scaling = StatsReporter(node, placement.on_head(node))
         self._background = Background()
+        self._room = NodeRoom(session_folder(), logger.warning)
+        self._looking = self._background.start("disk room", self._room.run())
         self._reporter = self._background.start("metrics", self._report())
         self._watchdog = Watchdog(self._engine, self._hub, options.service.stuck_after_s)
         self._watching = self._background.start("watchdog", self._watchdog.run())
@@ -199,10 +202,9 @@ class EngineReplica(EngineCalls):
 
     async def __del__(self) -> None:
         """Serve calls this after the drain."""
-        if hasattr(self, "_reporter"):
-            self._reporter.cancel()
-        if hasattr(self, "_watching"):
-            self._watching.cancel()
+        for task in ("_looking", "_reporter", "_watching"):
+            if hasattr(self, task):
+                getattr(self, task).cancel()
         if hasattr(self, "_hub"):
             self._hub.close_all("the replica is stopping")
             await asyncio.sleep(LAST_FRAMES_S)
@@ -252,7 +254,7 @@ class EngineReplica(EngineCalls):
     def _samples(self) -> Samples:
         stats = self._engine.stats()
         scaling = self._scaling.read(stats, self._engine.load())
-        return engine_samples(stats, scaling, self._hub.lost_leases)
+        return engine_samples(stats, scaling, self._hub.lost_leases, self._room.free)
 
     def _figures(self) -> Figures | None:
         """What the channels send to the ingresses; they are about to end if the engine has died."""

@@ -81,7 +81,8 @@ class ApiServer:
     model that cannot be served here, or not yet, is in ``broken``. ``options`` may be replaced at any time;
     each request reads the current ones. ``instance`` names the server. ``gate`` knows the API keys; by default
     there are none. ``others`` asks the other ingresses for their figures, and ``ask_others`` for anything else.
-    ``tracer`` exports traces; by default there are none. ``name`` is this ingress's.
+    ``tracer`` exports traces; by default there are none. ``name`` is this ingress's. ``lack`` says
+    what its node lacks.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class ApiServer:
         others: Callable[[], Awaitable[list[Process]]] = nobody,
         ask_others: AskOthers = _nobody,
         name: str = "",
+        lack: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.options = options
         self.instance = instance
@@ -112,6 +114,7 @@ class ApiServer:
         self._ask_others = ask_others
         self._asking = asyncio.Semaphore(MAX_ASKING)
         self._name = name
+        self._lack = lack
         self.broken = set(names)
         self._names = tuple(names)
         self._several = several
@@ -168,7 +171,7 @@ class ApiServer:
         brief = brief or not seen
         found: dict[str, dict[str, Any]] = {name: {"status": "unavailable"} for name in (seen or self._names)}
         found |= {service.model: service.state.health() for service in self.services if service.model in found}
-        return health_response(self.instance, found, self._several, brief)
+        return health_response(self.instance, found, self._several, brief, self._lack())
 
     def visible(self, key: KeyLimits | None) -> list[str]:
         """The models that ``key`` may know of."""

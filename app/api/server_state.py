@@ -65,12 +65,16 @@ class ModelState:
 
 
 def health_response(
-    instance: str, models: Mapping[str, dict[str, Any]], several: bool, brief: bool
+    instance: str,
+    models: Mapping[str, dict[str, Any]],
+    several: bool,
+    brief: bool,
+    lack: str | None = None,
 ) -> Response:
     """200 while a request for some model would find an engine or wake one, even if it is refused for now.
 
     ``models`` has the health of each. Of several, the server's is ``degraded`` while only some work. To those
-    without a key (``brief``) it tells no names.
+    without a key (``brief``) it tells no names. ``lack`` says what this node lacks; it still works.
     """
     words = [health["status"] for health in models.values()]
     works = any(word in WORKING for word in words)
@@ -85,6 +89,8 @@ def health_response(
     else:
         (only,) = models.values()
         body = {"status": only["status"], "instance": instance, **only}
+    if lack is not None:
+        body["lack"] = lack
     if brief:
         body = _brief(body)
         if several:  # in the order of the options

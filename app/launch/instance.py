@@ -18,19 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from app.config import CACHE_SECRET
+from app.disk_room import PLACE, lack_of_room, least_free
 from app.launch import haproxy, serving
 from app.launch.port_block import PortBlock
 from engine.errors import ConfigError
-from engine.sizes import format_bytes
 
 GRPC_PORTS, INGRESS_PORTS = 10, 150
 """Serve keeps the port of an ingress for an hour after its end, so there are more ports than ingresses."""
 
-# Not in TMPDIR: sockets are here. Their paths may have at most 97 characters, of which Serve adds 80.
-PLACE, PREFIX = Path("/tmp"), "quire-"
-ROOM = 8 * 2**20
-"""Bytes that must be free in ``PLACE``. Ray starts with 0.3 MiB there, or 1.9 MiB with its dashboard; its logs
-grow by a line for each request. Without room, Ray and Serve print pages of errors and start nothing."""
+PREFIX = "quire-"
 
 OWNER = "owner.lock"
 """A file in the folder, locked for as long as the process lives that made it."""
@@ -53,7 +49,7 @@ class Instance:
         """Without a ``name``, a random one is chosen.
 
         Raises:
-            ConfigError: this host has no free ports, or its ``PLACE`` takes no files or has no ``ROOM``.
+            ConfigError: this host has no free ports, or its ``PLACE`` takes no files or has no room.
         """
         self.name = name or secrets.token_hex(4)
         self.ports = PortBlock()
@@ -61,10 +57,9 @@ class Instance:
         self._owner: int | None = None
         try:
             remove_orphans(PLACE)
-            lack = lack_of_room()
-            if lack is not None:
+            if (short := lack()) is not None:
                 raise ConfigError(
-                    f"{lack}; delete files, or mount a larger file system as {PLACE} (no option moves them, "
+                    f"{short}; delete files, or mount a larger file system as {PLACE} (no option moves them, "
                     "because paths of sockets must be short)"
                 )
             self.folder, self._owner = _make_folder()
@@ -199,12 +194,10 @@ def remove_orphans(place: Path) -> list[Path]:
     return orphans
 
 
-def lack_of_room() -> str | None:
-    """What ``PLACE`` lacks, if it has less than ``ROOM``."""
-    free = shutil.disk_usage(PLACE).free
-    if free >= ROOM:
-        return None
-    return f"{PLACE} has {format_bytes(free)} free, but Ray's sockets and logs need {format_bytes(ROOM)} there"
+def lack() -> str | None:
+    """What ``PLACE`` lacks, if it has too little room."""
+    least = least_free([PLACE])
+    return None if least is None else lack_of_room(*least)
 
 
 def _open_lock(folder: Path) -> int | None:

@@ -10,12 +10,13 @@ from typing import Any
 
 from app import config
 from app.api.keys import KeyFile
+from app.disk_room import RoomWatch
 from app.launch import model_store, serving
 from app.launch.access import check_access
-from app.launch.instance import Instance, lack_of_room
+from app.launch.instance import Instance, lack
 from app.launch.local_server import LocalServer
 from app.launch.preflight import check_memory_of_models, check_port, naming
-from app.launch.terminal import ReplicaWatch, RoomWatch, Say, announce, shared_cores
+from app.launch.terminal import ReplicaWatch, Say, announce, shared_cores
 from engine.devices import usable_cores
 from engine.errors import ConfigError
 
@@ -86,7 +87,7 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
         room = RoomWatch(say)
         while not stop.wait(WATCH_EVERY_S):
             watch.update(server.ready())
-            room.update(lack_of_room(), time.monotonic())
+            room.update(lack(), time.monotonic())
             server.attend()
         say("stopping (up to half a minute) ...")
     except KeyboardInterrupt:

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from app.config import ENGINE_DEPLOYMENT, ENV_PREFIX, RAY_COLLECTS, ServedModel
+from app.disk_room import WATCHED
 from app.launch import serving
 from app.launch.haproxy import TLS
 from app.launch.instance import Instance
@@ -71,7 +72,7 @@ class LocalServer:
         """Of Serve's controller, and with it of HAProxy and all replicas."""
         tls = {} if self._launch.tls_file is None else {TLS: str(Path(self._launch.tls_file).resolve())}
         collects = {} if self._launch.ray_dashboard else {RAY_COLLECTS: "0"}
-        return {**self._instance.controller_environment(), **tls, **collects}
+        return {**self._instance.controller_environment(), **tls, **collects, WATCHED: "1"}
 
     def start(self) -> None:
         """Start Ray and Serve, without the application.
@@ -107,7 +108,7 @@ class LocalServer:
                     logging_level=logging.ERROR,
                 )
         except Exception as error:  # Ray raises a bare one if its node takes longer than 30 s
-            raise ConfigError(f"Ray does not start: {_last_line(error)}") from error
+            raise ConfigError(f"Ray does not start: {_last_line(error)}{_token_hint(error)}") from error
         finally:
             building.join()
         if self._launch.ray_dashboard:
@@ -366,6 +367,13 @@ def _counted(application: Any, *states: str, deployment: str | None = None) -> i
         if (name.partition("-")[0] == ENGINE_DEPLOYMENT if deployment is None else name == deployment)
         and (not states or state in states)
     )
+
+
+def _token_hint(error: BaseException) -> str:
+    """What to do if Ray, which keeps a token in the home folder, cannot make it."""
+    if isinstance(error, OSError) and str(error.filename).startswith(str(Path.home() / ".ray")):
+        return "; set RAY_AUTH_TOKEN to a secret of 64 characters, or HOME to a folder that can be written"
+    return ""
 
 
 def _last_line(error: BaseException) -> str:

@@ -9,7 +9,6 @@ from app.launch.preflight import Fit
 from app.option_groups import ScalingOptions
 
 PROGRESS_EVERY_S = 5.0
-ROOM_SAID_EVERY_S = 60.0
 
 Say = Callable[[str], None]
 
@@ -48,24 +47,6 @@ class ReplicaWatch:
         if ready is not None and ready != self._ready:
             self._say(f"engine replicas: {self._ready} -> {ready}")
             self._ready = ready
-
-
-class RoomWatch:
-    """Prints while the server's files have no room; while that lasts, once every ``ROOM_SAID_EVERY_S``."""
-
-    def __init__(self, say: Say) -> None:
-        self._say = say
-        self._said_at: float | None = None
-
-    def update(self, lack: str | None, now: float) -> None:
-        """``lack`` says what is too little; ``now`` is in seconds on any clock."""
-        if lack is None:
-            if self._said_at is not None:
-                self._say("there is room for Ray's logs again")
-            self._said_at = None
-        elif self._said_at is None or now - self._said_at >= ROOM_SAID_EVERY_S:
-            self._said_at = now
-            self._say(f"{lack}; delete files: lines of logs are lost, and replicas do not start")
 
 
 def replicas_line(options: ScalingOptions, ready: int) -> str:

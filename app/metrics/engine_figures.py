@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from app.autoscaling.scaling_config import ScalingConfig
@@ -13,8 +14,10 @@ from engine.stats import EngineStats
 _GROWTH_SHARE = ScalingConfig().growth_share
 
 
-def engine_samples(stats: EngineStats, scaling: ReplicaStats, lost_leases: int) -> Samples:
-    """Every metric of the table that an engine counts."""
+def engine_samples(
+    stats: EngineStats, scaling: ReplicaStats, lost_leases: int, free_disk: float = math.inf
+) -> Samples:
+    """Every metric of the table that an engine counts; ``free_disk`` is in bytes."""
     scheduler, recovery = stats.scheduler, stats.scheduler.recovery
     demand = scaling.referenced_blocks + scaling.waiting_blocks + _GROWTH_SHARE * scaling.growth_blocks
     single: dict[str, float] = {
@@ -34,6 +37,7 @@ def engine_samples(stats: EngineStats, scaling: ReplicaStats, lost_leases: int) 
         "preemptions": scheduler.preemptions,
         "recovery_fallbacks": recovery.fallbacks,
         "lost_leases": lost_leases,
+        "free_disk_bytes": free_disk,
         "failed_steps": stats.failed_steps,
         "grammar_faults": stats.grammar_faults,
     }

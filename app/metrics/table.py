@@ -236,6 +236,7 @@ TABLE: tuple[Metric, ...] = (
     _counter(_E, "failed_steps", "Steps that failed and were rerun in parts."),
     _counter(_E, "grammar_faults", "Structured outputs not checked because the checking process failed."),
     _counter(_E, "lost_leases", "Times an ingress sent no heartbeat for 5 s, so its tokens were held back."),
+    _gauge(_E, "free_disk_bytes", "Free bytes where Ray keeps sockets and logs, on the engine's node."),
     # The scaling policy, in Serve's controller.
     _scaling(MetricKind.GAUGE, "scaling_target"),
     _scaling(MetricKind.GAUGE, "scaling_running"),

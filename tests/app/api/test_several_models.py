@@ -205,6 +205,14 @@ def test_health_says_which_models_work(
     assert (answer.status, answer.body["status"], ask(api, "GET", "/ping").status) == (503, "unavailable", 503)
 
 
+def test_health_says_what_its_node_lacks_and_stays_well(api: ApiServer) -> None:
+    assert "lack" not in ask(api, "GET", "/health").body
+    api._lack = lambda: "no room"
+    answer = ask(api, "GET", "/health")
+    assert (answer.status, answer.body["lack"]) == (200, "no room")
+    assert "lack" not in json.loads(bytes(api.health(brief=True).body)), "nothing of that without a key"
+
+
 def test_caches_are_emptied_by_model_or_all(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from ray.serve._private import constants
 
-from app.launch.instance import KEPT, OWNER, ROOM, Instance, _open_lock, remove_orphans
+from app.disk_room import ROOM
+from app.launch.instance import KEPT, OWNER, Instance, _open_lock, remove_orphans
 from engine.errors import ConfigError
 
 NODE = "f" * 56
@@ -204,7 +205,7 @@ def test_too_little_room_is_one_line_that_says_how_much_is_needed(
 
     orphan.mkdir()
     monkeypatch.setattr("app.launch.instance.PLACE", tmp_path)
-    monkeypatch.setattr("app.launch.instance.shutil.disk_usage", disk_usage)
+    monkeypatch.setattr("app.disk_room.shutil.disk_usage", disk_usage)
     with pytest.raises(ConfigError) as refused:
         Instance()
     assert str(refused.value) == (

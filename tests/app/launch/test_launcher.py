@@ -204,23 +204,6 @@ def test_replicas_that_come_and_go_are_told_once() -> None:
     assert said == ["engine replicas: 1 -> 2", "engine replicas: 2 -> 0"]
 
 
-def test_files_without_room_are_told_once_a_minute() -> None:
-    said: list[str] = []
-    watch = terminal.RoomWatch(said.append)
-    for now, lack in (
-        (0, None),
-        (10, "A"),
-        (20, "B"),
-        (69, "C"),
-        (70, "D"),
-        (80, None),
-        (90, None),
-        (100, "E"),
-    ):
-        watch.update(lack, float(now))
-    assert [line.split(";")[0] for line in said] == ["A", "D", "there is room for Ray's logs again", "E"]
-
-
 @pytest.mark.parametrize(
     ("health", "replicas", "started"),
     [
@@ -270,6 +253,20 @@ def test_a_node_of_ray_that_is_late_is_told_in_one_line(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr("ray.init", late)
     with pytest.raises(ConfigError, match=r"^Ray does not start: Exception: The current node timed out"):
+        local_server.LocalServer(option_groups.LaunchOptions(), instance).start()
+
+
+def test_a_home_that_is_read_only_is_told_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, instance: Instance, tmp_path: Path
+) -> None:
+    """Ray makes a token there."""
+
+    def read_only(**_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / ".ray"))
+
+    monkeypatch.setattr(os, "environ", {**os.environ, "HOME": str(tmp_path)})
+    monkeypatch.setattr("ray.init", read_only)
+    with pytest.raises(ConfigError, match=rf"^Ray does not start: .*'{tmp_path}/\.ray'; set RAY_AUTH_TOKEN to"):
         local_server.LocalServer(option_groups.LaunchOptions(), instance).start()
 
 
@@ -718,7 +715,7 @@ def test_a_server_watches_the_room_for_its_files(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(local_server.LocalServer, "attend", attend)
     monkeypatch.setattr(launcher, "announce", lambda *_: None)
     monkeypatch.setattr(launcher, "WATCH_EVERY_S", 0.001)
-    monkeypatch.setattr(launcher, "lack_of_room", lambda: "too little")
+    monkeypatch.setattr(launcher, "lack", lambda: "too little")
     said: list[str] = []
     launcher.serve_here({"port": str(free_port())}, said.append)
     assert [line.split(";")[0] for line in said[-2:]] == ["too little", "stopping (up to half a minute) ..."]
