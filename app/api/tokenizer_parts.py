@@ -121,7 +121,11 @@ def _keep(path: Path, text: str) -> None:
             whole.write_text(text, encoding="utf-8")
             whole.replace(path)
     except OSError as error:
-        logger.warning("the tokenizer cannot be cached, so each start takes seconds longer: %s", error)
+        logger.warning(
+            "the tokenizer cannot be cached, so each start takes seconds longer: %s; QUIRE_CACHE names another "
+            "folder",
+            error,
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:

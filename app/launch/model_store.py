@@ -53,6 +53,7 @@ _HUB_FILES = [
     "chat_template.jinja",
     "chat_template.json",
 ]
+_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)  # of a folder that takes no files
 # Folders beside the weights, and Mistral's second copy of them.
 _HUB_IGNORED = ["*/*", "consolidated*"]
 
@@ -283,7 +284,8 @@ def _from_hub(model: str, files: list[str]) -> Path:
         ) from error
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"model {model} could not be fetched from the hub: {reason[0]}") from error
+        cure = "; HF_HOME names another folder" if error.errno in _NO_PLACE else ""
+        raise ConfigError(f"model {model} could not be fetched from the hub: {reason[0]}{cure}") from error
 
 
 def main(arguments: list[str] | None = None) -> int:

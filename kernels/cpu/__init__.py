@@ -27,7 +27,7 @@ def load_or_reference(num_threads: int = 1) -> Kernels:
 def _warn_once(reason: str) -> None:
     warnings.warn(
         f"{reason}. Quire runs on its reference kernels instead: many times slower, and without the promise "
-        "that a result's bits do not depend on the batch. Install g++ or clang++, or name one in CXX.",
+        "that a result's bits do not depend on the batch.",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import hashlib
 import logging
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 SOURCE_FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
 MINIMUM = "GCC 11 or Clang 12"
+ROOM_MB = 10
+"""In which a build has room; its files take 3 MB for a while, and the library 1 MB."""
 # Never -ffast-math or -Ofast: linked into a shared library they set flush-to-zero for the whole process.
 FLAGS = (
     "-O3",
@@ -56,7 +59,10 @@ def find_compilers() -> list[list[str]]:
         raise BuildError(f"CXX={wanted!r} is not a command on this machine; unset it or name a C++ compiler")
     found = [[name] for name in COMPILERS if shutil.which(name)]
     if not found:
-        raise BuildError(f"no C++ compiler on this machine (tried {', '.join(COMPILERS)}; CXX names another)")
+        raise BuildError(
+            f"no C++ compiler on this machine (tried {', '.join(COMPILERS)}): install {MINIMUM}, or name one "
+            "in CXX"
+        )
     return found
 
 
@@ -78,7 +84,8 @@ def load_library() -> ctypes.CDLL:
         return ctypes.CDLL(str(target))
     except OSError as error:
         raise BuildError(
-            f"cannot keep or load the compiled kernels in {folder}: {error}; QUIRE_CACHE names another folder"
+            f"cannot keep or load the compiled kernels in {folder}: {error}; set QUIRE_CACHE to a folder that "
+            f"can be written and has {ROOM_MB} MB of room"
         ) from error
 
 
@@ -123,34 +130,52 @@ def _build(sources: list[Path], target: Path) -> None:
             return _compile(compiler, sources, target)
         except BuildError as error:
             refused.append(str(error))
-    raise BuildError("\n".join([*refused, f"the kernels need {MINIMUM}; CXX names another compiler"]))
+    raise BuildError("\n".join([*refused, f"the kernels need {MINIMUM}: install one, or name it in CXX"]))
 
 
 def _compile(compiler: list[str], sources: list[Path], target: Path) -> None:
-    """Compile the sources side by side, link them and move the library into place."""
-    name = " ".join(compiler)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+    """Compile the sources side by side, link them and move the library into place; the caller holds its lock.
+
+    Raises:
+        OSError: there was no room for the files.
+    """
+    name, prefix = " ".join(compiler), f"{target.stem}.build-"
+    for dead in target.parent.glob(f"{prefix}*"):  # of a process that was killed
+        shutil.rmtree(dead, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as folder:
         scratch = Path(folder)
         flags = [*FLAGS, *_native_flags()]
         objects = [scratch / f"{source.stem}.o" for source in sources]
         jobs = [
-            _start([*compiler, *flags, "-c", str(source), "-o", str(output)])
+            _start([*compiler, *flags, "-c", str(source), "-o", str(output)], scratch)
             for source, output in zip(sources, objects, strict=True)
         ]
         printed = [job.communicate()[0] for job in jobs]
         for job, source, text in zip(jobs, sources, printed, strict=True):
             if job.returncode != 0:
-                raise BuildError(f"{name} cannot compile {source.name}:\n{text.strip()}")
+                raise _failed(f"{name} cannot compile {source.name}", text)
         library = scratch / target.name
-        link = _start([*compiler, *flags, "-shared", *map(str, objects), "-o", str(library)])
+        link = _start([*compiler, *flags, "-shared", *map(str, objects), "-o", str(library)], scratch)
         text = link.communicate()[0]
         if link.returncode != 0:
-            raise BuildError(f"{name} cannot link the kernels:\n{text.strip()}")
+            raise _failed(f"{name} cannot link the kernels", text)
+        with library.open("rb") as file:
+            os.fsync(file.fileno())  # else a crash of the machine could leave an empty file under the name
         library.replace(target)
 
 
-def _start(command: list[str]) -> subprocess.Popen[str]:
+def _failed(what: str, printed: str) -> Exception:
+    """What to raise: another compiler would do no better where there is no room."""
+    full = os.strerror(errno.ENOSPC)
+    return OSError(errno.ENOSPC, full) if full in printed else BuildError(f"{what}:\n{printed.strip()}")
+
+
+def _start(command: list[str], scratch: Path) -> subprocess.Popen[str]:
+    # In English, for `_failed`; and not in /tmp, which may be small.
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(scratch)}
     try:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
     except OSError as error:
         raise BuildError(f"{command[0]} does not run: {error}") from error

@@ -105,7 +105,7 @@ def test_without_a_compiler_the_reference_runs_after_one_warning(
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     cpu._warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match=r"no C\+\+ compiler on this machine.*Install g\+\+") as caught:
+    with pytest.warns(RuntimeWarning, match=r"no C\+\+ compiler on this machine.*: install GCC") as caught:
         assert isinstance(load_or_reference(2), ReferenceKernels)
     assert len(caught) == 1
     with warnings.catch_warnings():
@@ -151,8 +151,39 @@ def test_a_cache_folder_that_cannot_be_made_is_named(
     small_source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_CACHE", str(small_source / "answer.cpp"))
-    with pytest.raises(BuildError, match="QUIRE_CACHE names another folder"):
+    with pytest.raises(BuildError, match="set QUIRE_CACHE to a folder that can be written"):
         build.load_library()
+
+
+def test_a_full_disk_is_named_and_no_other_compiler_tried(
+    tmp_path: Path, small_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler's own files are in the cache folder, too: /tmp may be smaller."""
+    full = tmp_path / "full"
+    full.write_text(
+        '#!/bin/sh\ncase "$TMPDIR" in */cache/kernels/*) ;; *) exit 1 ;; esac\n'
+        'echo "fatal error: error writing to $TMPDIR/a.s: No space left on device"; exit 1\n'
+    )
+    full.chmod(0o755)
+    monkeypatch.setattr(build, "COMPILERS", (str(full), "g++"))
+    with pytest.raises(
+        BuildError,
+        match=r"in \S+/cache/kernels: \[Errno 28\] No space left on device; set QUIRE_CACHE .* 10 MB",
+    ):
+        build.load_library()
+    assert libraries(tmp_path) == []
+    monkeypatch.setattr(build, "COMPILERS", ("g++",))
+    assert build.load_library().answer() == 42, "the next start finds nothing in its way"
+
+
+def test_what_a_killed_build_left_is_deleted(tmp_path: Path, small_source: Path) -> None:
+    key = build._key([small_source / "answer.cpp"])
+    dead, other = (tmp_path / "cache" / "kernels" / f"cpu-{name}.build-x" for name in (key, "of-another"))
+    for folder in (dead, other):
+        folder.mkdir(parents=True)
+        (folder / "attention.o").touch()
+    assert build.load_library().answer() == 42
+    assert libraries(tmp_path) == [f"cpu-{key}.so", other.name]
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -258,3 +260,14 @@ def test_command(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("path", "pull"):
         assert main([command]) == 0
         assert capsys.readouterr() == (f"{bundled_folder()}\n", "")
+
+
+def test_a_full_disk_is_told_with_the_variable_that_moves_the_hubs_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    with pytest.raises(ConfigError, match=r"from the hub: .*No space left on device; HF_HOME names another"):
+        resolve("owner/model")
