@@ -89,17 +89,30 @@ def _encode(wide: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def are_codes(weight: Tensor, bits: int) -> bool:
-    """Whether ``weight`` ``[N, K]`` was decoded from such codes and then rounded to 16 bits.
+    """Whether ``weight`` ``[N, K]`` probably was decoded from such codes and then rounded to 16 bits.
 
-    Some rows are tried. If they were, codes lose nothing. Weights of another origin miss by up to half a step.
+    Some rows are tried, which takes next to no time; :func:`is_exact` knows. Parts of a matrix may be of
+    another origin: several matrices stacked, of which one was trained further, or rows of new tokens.
     """
     tried = weight[:: max(weight.shape[0] // 4, 1)].float()
     if not tried.numel() or weight.shape[1] < GROUP or not bool(tried.isfinite().all()):
         return False
-    matrix = encode(tried, bits)
+    return float(_near(encode(tried, bits), tried).mean()) > 0.99
+
+
+def is_exact(matrix: CodedMatrix, weight: Tensor) -> bool:
+    """Whether every row of ``weight``, of which ``matrix`` has the codes, was decoded from such codes.
+
+    If it was, codes lose nothing. Weights of another origin miss by up to half a step, most of a row by far
+    more than rounding to 16 bits moves them. A few miss everywhere.
+    """
+    return bool((_near(matrix, weight.float()).mean(1) >= 7 / 8).all())
+
+
+def _near(matrix: CodedMatrix, weight: Tensor) -> Tensor:
+    """1.0 where rounding to 16 bits may be all that sets a weight apart from its code, else 0.0."""
     steps = matrix.scales[:, torch.arange(weight.shape[1]) // GROUP].abs()
-    near = (matrix.decode() - tried).abs() <= 2.0**-8 * tried.abs() + 2.0**-6 * steps
-    return float(near.float().mean()) > 0.99
+    return ((matrix.decode() - weight).abs() <= 2.0**-8 * weight.abs() + 2.0**-6 * steps).float()
 
 
 def code_rows(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.activation import Activation
-from kernels.codes import CodedMatrix, code_rows, encode
+from kernels.codes import code_rows, encode, is_exact
 from kernels.interface import (
     AttentionMetadata,
     AttentionOptions,
@@ -40,11 +40,13 @@ class ReferenceLinear(PackedLinear):
 class ReferenceCodes(PackedLinear):
     """The weight that codes stand for, in float32."""
 
-    __slots__ = ("bias", "in_features", "out_features", "weight")
+    __slots__ = ("bias", "exact", "in_features", "out_features", "weight")
 
-    def __init__(self, matrix: CodedMatrix, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = matrix.codes.shape
+    def __init__(self, weight: Tensor, bits: int, bias: Tensor | None) -> None:
+        matrix = encode(weight, bits)
+        self.out_features, self.in_features = weight.shape
         self.weight = matrix.decode()
+        self.exact = is_exact(matrix, weight)
         self.bias = None if bias is None else bias.float()
 
 
@@ -61,7 +63,7 @@ class ReferenceKernels(Kernels):
         return ReferenceLinear(weight, bias)
 
     def pack_codes(self, weight: Tensor, bits: int, bias: Tensor | None) -> ReferenceCodes:
-        return ReferenceCodes(encode(weight, bits), bias)
+        return ReferenceCodes(weight, bits, bias)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """See the interface. Fewer than 4 rows are padded: torch has other paths for those, with other bits."""

@@ -43,15 +43,20 @@ class Packer:
     def pack(self, weight: Tensor, bias: Tensor | None, head: bool = False) -> PackedLinear:
         """Pack ``weight`` ``[N, K]`` and ``bias`` ``[N]``; ``weight`` stays as it is."""
         self._matrices += 1
-        bits = self._bits(weight, head)
-        if bits is None:
+        coded = self._in_codes(weight, bias, 8 if head or self._weights == "int8" else 4)
+        if coded is None:
             return self.kernels.pack_linear(weight, bias)
         self._coded += 1
-        try:
-            return self.kernels.pack_codes(weight, bits, bias)
-        except ValueError as error:
-            raise ConfigError(f"weights={self._weights}: {error}; set weights to model") from error
+        return coded
 
-    def _bits(self, weight: Tensor, head: bool) -> int | None:
-        bits = 8 if head or self._weights == "int8" else 4
-        return bits if self._chosen or (self._looks and are_codes(weight, bits)) else None
+    def _in_codes(self, weight: Tensor, bias: Tensor | None, bits: int) -> PackedLinear | None:
+        """``None`` if it is to stay in the model's dtype: not all of it was decoded from such codes."""
+        if not (self._chosen or (self._looks and are_codes(weight, bits))):
+            return None
+        try:
+            packed = self.kernels.pack_codes(weight, bits, bias)
+        except ValueError as error:
+            if not self._chosen:
+                return None
+            raise ConfigError(f"weights={self._weights}: {error}; set weights to model") from error
+        return packed if self._chosen or packed.exact else None

@@ -27,7 +27,7 @@ class _Descriptor(ctypes.Structure):
 class CodedLinear(PackedLinear):
     """Codes in panels, with their scales and minima, and the bias in float32."""
 
-    __slots__ = ("_bias", "_buffer", "_descriptor", "address", "in_features", "out_features")
+    __slots__ = ("_bias", "_buffer", "_descriptor", "address", "exact", "in_features", "out_features")
 
     def __init__(self, calls: Calls, weight: Tensor, bits: int, bias: Tensor | None, num_threads: int) -> None:
         """Code ``weight`` ``[N, K]`` as :func:`kernels.codes.encode` does, but for rounding.
@@ -42,9 +42,10 @@ class CodedLinear(PackedLinear):
         self._descriptor = _Descriptor(None, bias_address, self.in_features, self.out_features, bits)
         self.address = ctypes.addressof(self._descriptor)
         self._buffer, self._descriptor.panels = aligned_buffer(calls, calls("quire_codes_bytes", self.address))
-        failed = calls(
+        outcome = calls(
             "quire_codes_pack",
             *(self.address, DTYPE_CODES[weight.dtype], weight.data_ptr(), weight.stride(0), num_threads),
         )
-        if failed:
-            raise ValueError(NOT_FINITE if failed == 1 else TOO_LARGE)
+        if outcome in (1, 2):
+            raise ValueError(NOT_FINITE if outcome == 1 else TOO_LARGE)
+        self.exact = outcome == 0

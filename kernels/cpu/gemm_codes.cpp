@@ -228,7 +228,7 @@ void multiply_blocks(const CodedWeight& weight, const void* x, int64_t x_stride,
 
 // ---- coding and packing weights ----
 
-enum Coded : int { kDone = 0, kNotFinite = 1, kTooLarge = 2 };
+enum Coded : int { kDone = 0, kNotFinite = 1, kTooLarge = 2, kNotExact = 3 };
 
 QUIRE_INLINE Vec nearest(Vec x) {
   const Vec shift = broadcast(12582912.0f);  // 1.5 * 2**23: what is added to it rounds to an integer
@@ -249,8 +249,14 @@ QUIRE_INLINE VecBits sizes_of(Vec x) { return bit_cast<VecBits>(x) & 0x7fffffffu
 // A group of kLanes columns at a time, a column a lane: each column's sums are chains over its k, ascending. `wide` and
 // `codes` have kGroup elements.
 
-// The least squares of errors for a group of 4 bits, as codes.py has it.
-QUIRE_INLINE void encode_four(const Vec* wide, VecBits* codes, Fp16* scales, Fp16* minima) {
+// All ones where a weight is further from what its code means than rounding to 16 bits moves it, as codes.py has it.
+QUIRE_INLINE VecBits misses(Vec weight, Vec meant, Vec scale) {
+  const Vec error = bit_cast<Vec>(sizes_of(meant - weight)), size = bit_cast<Vec>(sizes_of(weight));
+  return bit_cast<VecBits>(error > size * broadcast(0x1p-8f) + bit_cast<Vec>(sizes_of(scale)) * broadcast(0x1p-6f));
+}
+
+// The least squares of errors for a group of 4 bits, as codes.py has it. Counts the weights that miss in `missed`.
+QUIRE_INLINE void encode_four(const Vec* wide, VecBits* codes, Fp16* scales, Fp16* minima, VecBits* missed) {
   const Vec zero{}, one = broadcast(1.0f), size = broadcast(kGroup);
   Vec low = wide[0], high = wide[0], sum{};
   for (int i = 0; i < kGroup; ++i) {
@@ -271,11 +277,13 @@ QUIRE_INLINE void encode_four(const Vec* wide, VecBits* codes, Fp16* scales, Fp1
   for (int i = 0; i < kGroup; ++i) {
     Vec nearby = nearest((wide[i] - minimum) / divisor);
     nearby = nearby < zero ? zero : nearby;
-    codes[i] = bit_cast<VecBits>(__builtin_convertvector(most < nearby ? most : nearby, Ints));
+    nearby = most < nearby ? most : nearby;
+    codes[i] = bit_cast<VecBits>(__builtin_convertvector(nearby, Ints));
+    *missed -= misses(wide[i], nearby * scale + minimum, scale);
   }
 }
 
-QUIRE_INLINE void encode_eight(const Vec* wide, VecBits* codes, Fp16* scales) {
+QUIRE_INLINE void encode_eight(const Vec* wide, VecBits* codes, Fp16* scales, VecBits* missed) {
   const Vec zero{};
   VecBits sizes{};
   for (int i = 0; i < kGroup; ++i) {
@@ -283,13 +291,14 @@ QUIRE_INLINE void encode_eight(const Vec* wide, VecBits* codes, Fp16* scales) {
     sizes = bits > sizes ? bits : sizes;
   }
   const Vec part = bit_cast<Vec>(sizes) / broadcast(127.0f), step = part > zero ? part : broadcast(1.0f);
-  Vec both{}, squares{};
+  Vec code[kGroup], both{}, squares{};
   for (int i = 0; i < kGroup; ++i) {
-    const Vec code = nearest(wide[i] / step);
-    codes[i] = bit_cast<VecBits>(__builtin_convertvector(code, Ints)) & 0xffu;
-    both += code * wide[i], squares += code * code;
+    code[i] = nearest(wide[i] / step);
+    codes[i] = bit_cast<VecBits>(__builtin_convertvector(code[i], Ints)) & 0xffu;
+    both += code[i] * wide[i], squares += code[i] * code[i];
   }
-  as_half(squares > zero ? both / squares : zero, scales);
+  const Vec scale = as_half(squares > zero ? both / squares : zero, scales);
+  for (int i = 0; i < kGroup; ++i) *missed -= misses(wide[i], code[i] * scale, scale);
 }
 
 // kLanes columns of a panel, from `there` rows of W; the others become zero.
@@ -298,7 +307,7 @@ Coded pack_columns(const CodedWeight& weight, const W* w, int64_t stride, int64_
   constexpr uint32_t kInfinite = 0x7f800000u, kHalfInfinite = 0x7c00u;
   const int64_t bits = weight.bits, size = weight.in_features;
   Vec wide[kGroup]{};
-  VecBits codes[kGroup];
+  VecBits codes[kGroup], missed{};
   for (int64_t k = 0; k < size; k += kGroup, panel += group_bytes(bits)) {
     for (int64_t c = 0; c < there; ++c) {
       const W* from = w + c * stride + k;
@@ -313,7 +322,11 @@ Coded pack_columns(const CodedWeight& weight, const W* w, int64_t stride, int64_
     for (int i = 0; i < kGroup; ++i) sizes = sizes_of(wide[i]) > sizes ? sizes_of(wide[i]) : sizes;
     if (largest(sizes) >= kInfinite) return kNotFinite;
     Fp16* const scales = reinterpret_cast<Fp16*>(panel + kSteps * step_bytes(bits)) + half * kLanes;
-    bits == 8 ? encode_eight(wide, codes, scales) : encode_four(wide, codes, scales, scales + kWidth);
+    if (bits == 8) {
+      encode_eight(wide, codes, scales, &missed);
+    } else {
+      encode_four(wide, codes, scales, scales + kWidth, &missed);
+    }
     for (int c = 0; c < kLanes; ++c) {
       for (int64_t which = 0; which < (bits == 8 ? 1 : 2); ++which) {
         if ((scales[which * kWidth + c].bits & 0x7fffu) >= kHalfInfinite) return kTooLarge;
@@ -338,7 +351,7 @@ Coded pack_columns(const CodedWeight& weight, const W* w, int64_t stride, int64_
       }
     }
   }
-  return kDone;
+  return largest(missed) * 8 > static_cast<uint64_t>(groups_of(weight) * kGroup) ? kNotExact : kDone;
 }
 
 template <class W>
@@ -351,7 +364,12 @@ Coded pack_codes(const CodedWeight& weight, const W* w, int64_t stride, int thre
       const int64_t column = p * kWidth + half * kLanes;
       const int64_t there = std::max<int64_t>(std::min<int64_t>(weight.out_features - column, kLanes), 0);
       const Coded done = pack_columns(weight, w + column * stride, stride, there, half, panel);
-      if (done != kDone) result = done;
+      Coded exact = kDone;
+      if (done == kNotExact) {
+        result.compare_exchange_strong(exact, done);  // a fault counts more
+      } else if (done != kDone) {
+        result = done;
+      }
     }
   });
   return result;
@@ -373,7 +391,7 @@ int64_t quire_codes_bytes(const void* packed) {
 }
 
 // Codes w [N, K] (`stride` elements from row to row) into `panels`. Returns 1 where a weight is not finite, 2 where one is
-// too large for a scale in float16, else 0.
+// too large for a scale in float16, 3 where it is done but an eighth of a row are weights that were not such codes, else 0.
 int quire_codes_pack(const void* packed, int dtype, const void* w, int64_t stride, int threads) {
   using namespace quire_gemm;
   const CodedWeight& weight = *static_cast<const CodedWeight*>(packed);

@@ -88,6 +88,24 @@ def test_codes_are_told_from_other_weights() -> None:
 
 
 @both
+@dtypes
+@pytest.mark.parametrize("shape", [(1, 32), (70, 96), (33, 257)], ids=str)
+def test_codes_are_exact_if_every_row_was_made_of_some(
+    cpu: CpuKernels, shape: tuple[int, int], dtype: torch.dtype, bits: int
+) -> None:
+    """One row of another origin is found wherever it is."""
+    made = encode(random(*shape), bits).decode().to(dtype)
+    for kernels in (cpu, ReferenceKernels()):
+        assert kernels.pack_codes(made, bits, None).exact
+        assert kernels.pack_codes(torch.zeros_like(made), bits, None).exact
+        assert not kernels.pack_codes(random(*shape, dtype=dtype), bits, None).exact
+        for row in {0, shape[0] // 3, shape[0] - 1}:
+            changed = made.clone()
+            changed[row] += random(shape[1], dtype=dtype, seed=1) * 0.01
+            assert not kernels.pack_codes(changed, bits, None).exact
+
+
+@both
 @pytest.mark.parametrize("value", [0.0, 0.75, -3.0])
 def test_equal_weights(bits: int, value: float) -> None:
     weight = torch.full((3, 40), value)
@@ -335,7 +353,8 @@ class NarrowLibrary:
         panels = torch.empty(self._library.quire_codes_bytes(address), dtype=torch.uint8)
         descriptor.panels = panels.data_ptr()
         stride = ctypes.c_int64(weight.shape[1])
-        assert not self._library.quire_codes_pack(address, 0, ctypes.c_void_p(weight.data_ptr()), stride, 1)
+        outcome = self._library.quire_codes_pack(address, 0, ctypes.c_void_p(weight.data_ptr()), stride, 1)
+        assert outcome in (0, 3)
         return descriptor, panels
 
     def product(self, x: Tensor, weight: Tensor, bits: int) -> Tensor:

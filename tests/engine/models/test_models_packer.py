@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 from engine.execution.model_runner import ModelRunner
 from engine.models.loader import load_model
 from kernels.codes import GROUP
+from kernels.cpu import CpuKernels
 from kernels.interface import Kernels
 from kernels.reference import ReferenceKernels
 
@@ -80,6 +81,34 @@ def test_matrices_of_other_origin_stay_as_they_are(folder: Path) -> None:
     code(folder, "proj")
     assert form(folder, "auto").startswith("int4 ")
     assert form(folder, "auto") != form(folder, "int4")
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("change", ["v_proj", "up_proj", "one row", "not finite"])
+def test_a_matrix_stays_as_it_is_if_a_part_is_of_other_origin(
+    tmp_path: Path, kernels: str, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Query, key and value are one matrix here, gate and up another; rows are those of new tokens, say."""
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 24, "num_key_value_heads": 1}
+    save_tiny(tmp_path, "Llama", tie_word_embeddings=True, **sizes)
+    code(tmp_path, "proj", "embed")
+    coders = Coders() if kernels == "reference" else CpuKernels(1)
+    monkeypatch.setattr(coders, "prefers_codes", True)
+    assert form(tmp_path, "auto", coders) == "int4"
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    layer = "model.layers.1"
+    name = {"v_proj": f"{layer}.self_attn.v_proj.weight", "up_proj": f"{layer}.mlp.up_proj.weight"}.get(
+        change, f"{layer}.self_attn.o_proj.weight"
+    )
+    changed = slice(7, 8) if change in ("one row", "not finite") else slice(None)
+    tensors[name][changed] += 0.02 * torch.randn(tensors[name][changed].shape).bfloat16()
+    if change == "not finite":
+        tensors[name][changed] = torch.nan
+    save_file(tensors, path, {"format": "pt"})
+    assert form(tmp_path, "auto", coders) == "int4 8/9"
+    if change != "not finite":
+        assert form(tmp_path, "int4", coders) == "int4"
 
 
 def test_refusals_say_what_to_set(folder: Path) -> None:
