@@ -15,9 +15,9 @@
     up       target = ceil(need, with the reserve added to prefill and backlog), at once;
              at most double or 4 more, whichever is larger
     down     target = ceil(largest need of the scale-down window, of which less counts the older it is), where
-             demand counts in full at a mark of 0.70, and prompts with three times their usual rise;
-             at most a tenth of the fleet, or one replica, every 10 s; as many as a burst that may return
-             needs are kept
+             demand counts in full at a mark of 0.70, prompts with three times their usual rise, and short steps
+             like long ones; at most a tenth of the fleet, or one replica, every 10 s; as many as a burst that
+             may return needs are kept
     window   2 x startup time
 
 Demand includes what is missing, so unlike occupancy it can exceed 1 and does not saturate. KV is a stock and
@@ -103,6 +103,7 @@ class _Needs:
     decode: float
     lower: float  # of memory and slots, at the lower mark
     lower_prefill: float  # with the usual rise
+    lower_decode: float  # if steps took longer in proportion
 
     @property
     def largest(self) -> float:
@@ -127,7 +128,7 @@ def decide(snapshot: Snapshot, config: ScalingConfig, state: ScalingState) -> Sc
     reserve = config.reserve if busy or snapshot.minimum else 0.0
     wanted = math.ceil(max(needs.largest, needs.prefill + reserve) - ROUNDING)
     count = min(wanted, max(2 * target, target + _MOST_ADDED))
-    lowest = max(needs.lower, needs.lower_prefill + reserve, needs.decode)
+    lowest = max(needs.lower, needs.lower_prefill + reserve, needs.lower_decode)
     # What raises the target counts in the window, too, because no other need includes a backlog.
     lowest = max(lowest, min(count, snapshot.limit)) if count > target else lowest
     state.add_low(now, lowest, state.window_s(config))
@@ -202,11 +203,12 @@ def _needs(snapshot: Snapshot, config: ScalingConfig, state: ScalingState, load:
     lasting = min(load.backlog_s, state.backlogs.rate(now, burst_s) or load.backlog_s)
     if lasting > _BACKLOG_SHARE * config.ttft_target_s:
         prefill = max(prefill, snapshot.running * min(lasting / (_BACKLOG_TARGET * config.ttft_target_s), 2.0))
-    decode = 0.0
-    if load.step_s > _STEP_SHARE * config.tpot_target_s:
-        decode = snapshot.running * _ratio(load.step_s, _STEP_SHARE * config.tpot_target_s)
+    longest_s = _STEP_SHARE * config.tpot_target_s
+    lower_decode = state.known(snapshot) * _ratio(load.step_s, longest_s)  # one that just started took no part
+    decode = lower_decode if load.step_s > longest_s else 0.0
     state.bursts.see(now, max(mean / config.kv_high, _ratio(steady, prompts)), late=load.late)
-    return _Needs(kv, prefill, decode, pools / config.kv_low, _ratio(steady + _RISES * arrivals.rise, prompts))
+    lower_prefill = _ratio(steady + _RISES * arrivals.rise, prompts)
+    return _Needs(kv, prefill, decode, pools / config.kv_low, lower_prefill, lower_decode)
 
 
 def _ratio(amount: float, unit: float) -> float:

@@ -147,6 +147,20 @@ AUTOSCALING: list[Fault] = [
     ),
     Fault(
         "app/autoscaling/kv_demand.py",
+        "needs.lower_prefill + reserve, needs.lower_decode)",
+        "needs.lower_prefill + reserve, needs.decode)",
+        _DEMAND,
+        "under a constant load, what slow steps started stops, and starts again, for ever",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
+        "lower_decode = state.known(snapshot) *",
+        "lower_decode = snapshot.running *",
+        _DEMAND,
+        "a replica that has just started counts as slow as the others, and asks for another one",
+    ),
+    Fault(
+        "app/autoscaling/kv_demand.py",
         "    lowest = max(lowest, min(count, snapshot.limit)) if count > target else lowest\n",
         "",
         _DEMAND,

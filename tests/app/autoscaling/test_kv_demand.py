@@ -200,6 +200,35 @@ def test_only_slow_steps_of_most_replicas_enlarge_the_fleet(steps: tuple[float, 
         assert decide(snapshot(float(second), target, *reports), config, state).target <= target
 
 
+def test_a_replica_that_has_just_started_has_no_slow_steps_yet() -> None:
+    config, state = ScalingConfig(), ScalingState()
+    slow = [stats(10.0, step_seconds=0.05)] * 5
+    assert decide(snapshot(0.0, 5, *slow), config, state).target == 6
+    started = decide(snapshot(1.0, 6, *slow, running=6), config, state)
+    assert (started.target, started.need_decode) == (6, pytest.approx(5 * 0.05 / 0.045))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "fleet", "settles"),
+    [(70, 1, [2]), (70, 2, []), (70, 3, []), (300, 8, [7]), (1, 8, [7, 6, 5, 4, 3, 2, 1])],
+)
+def test_a_constant_number_of_sequences_does_not_make_the_fleet_oscillate(
+    sequences: int, fleet: int, settles: list[int]
+) -> None:
+    """A step takes 20 ms, and half a millisecond for each; two hours, and a minute for a start."""
+    config, state, target, running, starts, targets = ScalingConfig(), ScalingState(), fleet, fleet, 0.0, []
+    for second in range(7_200):
+        running = target if second >= starts else running
+        each = sequences / running
+        one = stats(8 * each, sequences=each, step_seconds=0.02 + 0.0005 * each)
+        decision = decide(snapshot(float(second), target, *[one] * running, running=running), config, state)
+        if decision.target != target:
+            targets.append(decision.target)
+            starts = second + 60.0 if decision.target > target else second
+            target = decision.target
+    assert targets == settles
+
+
 def test_one_decision_at_most_doubles_a_fleet_but_small_ones_may_grow_by_four() -> None:
     much = stats(900.0, waiting_blocks=90_000.0)
     assert decide(snapshot(0.0, 1, much), ScalingConfig(), ScalingState()).target == 5
