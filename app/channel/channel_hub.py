@@ -52,6 +52,10 @@ CALL_END_S = 0.05
 """A canceled call aborts its attempt after this time, unless its channel ends first: then the connection broke,
 and the attempt may be resumed."""
 
+UNREAD_S = 5.0
+"""Waiting tokens are bounded (``MAX_WAITING_TOKENS``) once no frame has left for this long: before that, the
+ingress may only be busy with a large one."""
+
 ARRIVAL_S = 4.0
 """Maximum time from the hello to the connection that it offers; after that, frames leave through Serve."""
 
@@ -277,6 +281,7 @@ class ChannelHub:
 
     def deliver(self, deltas: Iterable[TokenDelta]) -> None:
         """Queue the tokens of one engine step."""
+        self._bound_waiting()
         for delta in deltas:
             attempt = self._attempts.get(delta.request_id)
             if attempt is None:
@@ -308,10 +313,25 @@ class ChannelHub:
                 if not attempt.done.done():
                     attempt.done.set_result(attempt.generated)
             channel.wake.set()
-            if channel.waiting_tokens > MAX_WAITING_TOKENS:
-                channel.lapsed = True
-                self._end(channel, f"more than {MAX_WAITING_TOKENS} tokens wait for its ingress")
         self._report_suspects()
+
+    def _bound_waiting(self) -> None:
+        """Where no frame leaves and too many tokens wait, end the attempts that have most of them.
+
+        One step may bring as many, all at once, of a single request: they wait for the next frame only.
+        """
+        for channel in (*self._channels.values(), *self._kept.values()):
+            if channel.waiting_tokens <= MAX_WAITING_TOKENS or self._clock() - channel.last_frame < UNREAD_S:
+                continue
+            for number in channel.by_waiting_tokens():
+                if (attempt := channel.attempts.get(number)) is not None:
+                    self._drop(attempt)
+                else:
+                    channel.drop_records(number)
+                channel.add(wire.Record(number, 0, [], end=FinishReason.ABORT, final=True))
+                logger.warning("attempt %d of %s ended: nobody reads its tokens", number, channel.cid)
+                if channel.waiting_tokens <= MAX_WAITING_TOKENS:
+                    break
 
     def beat(
         self,

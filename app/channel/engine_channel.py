@@ -23,7 +23,8 @@ MAX_UNACKNOWLEDGED = 512
 """Maximum number of unacknowledged frames; beyond it tokens accumulate here, in one record per sequence."""
 
 MAX_WAITING_TOKENS = 2**20
-"""Maximum number of tokens that wait for one ingress, about 40 MB; beyond it, its channel and attempts end.
+"""Maximum number of tokens that wait for an ingress that does not read, about 40 MB; beyond it, the attempts
+with the most end, and are tried again.
 
 A token with log probabilities counts as several, by the number of its alternatives.
 """
@@ -87,7 +88,7 @@ class EngineChannel:
     connection: FrameConnection | None = None  # that takes its frames, instead of Serve's stream
     congested: bool = False  # the connection has more to send than it can
     closed: str = ""  # the reason, once closed
-    lapsed: bool = False  # closed because no beat came, or too many tokens waited
+    lapsed: bool = False  # closed because no beat came
     kv: KvOutbox = field(default_factory=KvOutbox)
     load: LoadReport | None = None  # not sent yet
     last_load: LoadReport | None = None  # that was sent
@@ -128,6 +129,11 @@ class EngineChannel:
             if first is not None and waiting.prompt_logprobs is not None:  # all sequences need them
                 first.prompt_logprobs, waiting.prompt_logprobs = waiting.prompt_logprobs, None
             unsent[record.sequence] = waiting
+
+    def by_waiting_tokens(self) -> list[int]:
+        """The attempts whose tokens wait, those with the most first."""
+        weights = {number: sum(map(_weight, records.values())) for number, records in self.unsent.items()}
+        return sorted(weights, key=weights.__getitem__, reverse=True)
 
     def drop_records(self, attempt: int) -> None:
         """Forget the waiting records of an attempt."""

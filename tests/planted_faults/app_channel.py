@@ -129,10 +129,24 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/channel_hub.py",
-        "            if channel.waiting_tokens > MAX_WAITING_TOKENS:",
-        "            if False:",
+        "        self._bound_waiting()\n",
+        "",
         _RESUME,
         "tokens that nobody reads fill the memory",
+    ),
+    Fault(
+        "app/channel/channel_hub.py",
+        " or self._clock() - channel.last_frame < UNREAD_S:",
+        ":",
+        _RESUME,
+        "a large result ends itself while its ingress reads it",
+    ),
+    Fault(
+        "app/channel/engine_channel.py",
+        "key=weights.__getitem__, reverse=True)",
+        "key=weights.__getitem__)",
+        _RESUME,
+        "one request's tokens end all of its neighbors",
     ),
     Fault(
         "app/channel/channel_hub.py",

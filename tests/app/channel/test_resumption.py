@@ -11,7 +11,7 @@ from loopback import LIMITS
 from virtual_time import loop_time, run_virtually
 
 from app.channel import channel_hub, wire
-from app.channel.channel_hub import CALL_END_S, KEEP_S, LEASE_S, ChannelHub
+from app.channel.channel_hub import CALL_END_S, KEEP_S, LEASE_S, UNREAD_S, ChannelHub
 from app.channel.engine_channel import UnknownEpochError
 from app.channel.wire_resume import AttemptClaim, Resumption, pack_resumption, unpack_resumption
 from engine.request import FinishReason, TokenDelta
@@ -266,24 +266,61 @@ def test_an_ingress_that_lives_may_come_back_later_but_not_for_ever() -> None:
 def test_tokens_for_an_ingress_that_does_not_read_them_are_bounded(
     monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
+    """The attempts with the most end, and are tried again; the others go on."""
     monkeypatch.setattr(channel_hub, "MAX_WAITING_TOKENS", 100)
 
     async def test(setting: Setting) -> None:
-        await setting.open(1)
-        for number in (1, 2):
+        stream, _ = await setting.open(1)
+        for number in (1, 2, 3):
             setting.hub.attach("ingress", 1, number, f"e{number}")
         channel = setting.hub._channels["ingress"]
         if broken:
             setting.break_()
-        for index in range(50):
-            setting.token(1, index)
+        for index in range(60):
             setting.token(2, index)
-        assert setting.aborted == []
-        setting.token(2, 50)
-        assert setting.aborted == ["e1", "e2"]
-        setting.token(1, 50)
-        assert channel.closed
+        for index in range(30):
+            setting.token(1, index)
+            setting.token(3, index, end=FinishReason.LENGTH if index == 29 else None)
+        for _ in range(5):
+            await asyncio.sleep(UNREAD_S / 5)
+            setting.hub.beat("ingress", 1, 0)
+        assert (setting.aborted, channel.waiting_tokens) == ([], 120)
+        setting.token(1, 30)
+        assert (setting.aborted, channel.waiting_tokens) == (["e2"], 61)
+        for index in range(31, 71):
+            setting.token(1, index)
+        assert (setting.aborted, channel.waiting_tokens) == (["e2"], 101)
+        setting.hub.deliver([])
+        assert (setting.aborted, channel.waiting_tokens) == (["e2", "e1"], 30)
+        if broken:
+            claims = AttemptClaim(1, (0,)), AttemptClaim(2, (0,)), AttemptClaim(3, (0,))
+            stream, resumed = await setting.open(2, *claims)
+            assert resumed == (3,)
+        whole = (3, 0, 0, [10 * index for index in range(30)], True)
+        assert sorted(await frame(stream)) == (
+            [whole] if broken else [(1, 0, 0, [], True), (2, 0, 0, [], True), whole]
+        )
         assert setting.nothing_left()
+
+    run(test)
+
+
+def test_what_one_step_brings_waits_for_the_next_frame_however_much_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channel_hub, "MAX_WAITING_TOKENS", 100)
+
+    async def test(setting: Setting) -> None:
+        stream, _ = await setting.open(1)
+        for number in (1, 2):
+            setting.hub.attach("ingress", 1, number, f"e{number}")
+        for index in range(3):
+            await asyncio.sleep(UNREAD_S / 2)
+            setting.hub.beat("ingress", 1, 0)
+            setting.hub.deliver([TokenDelta("e1", 500 * index, (7,) * 500), TokenDelta("e2", index, (8,))])
+            setting.hub.deliver([])
+            assert await frame(stream) == [(1, 0, 500 * index, [7] * 500, False), (2, 0, index, [8], False)]
+        assert setting.aborted == []
 
     run(test)
 
@@ -348,6 +385,10 @@ def test_tokens_with_log_probabilities_count_for_what_they_take(monkeypatch: pyt
         assert channel.waiting_tokens == 431
         assert setting.aborted == []
         setting.hub.deliver([TokenDelta("e2", 1, (7,) * 20, logprobs=(score,) * 20)])
-        assert setting.aborted == ["e1", "e2"]
+        for _ in range(5):
+            await asyncio.sleep(UNREAD_S / 5)
+            setting.hub.beat("ingress", 1, 0)
+        setting.token(1, 5)
+        assert (setting.aborted, channel.waiting_tokens) == (["e2"], 1)
 
     run(test)
