@@ -8,7 +8,7 @@ import contextvars
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from app.background import Background
@@ -142,15 +142,12 @@ class ChannelSet:
         """Replicas that have left the members and still have a channel, and since when on the loop's clock."""
         return self._leaving
 
-    def settle(self, replicas_in_use: Callable[[], Collection[str]]) -> None:
-        """Close channels of leaving replicas on which no request runs; call after an attempt has ended.
-
-        ``replicas_in_use`` returns the replicas with a live attempt; it is called only if that matters.
-        """
+    def settle(self) -> None:
+        """Close channels of leaving replicas on which no attempt is booked; call after one has ended."""
         closing = self._leaving.keys() | self._surplus
         if not closing:
             return
-        for replica in closing - set(replicas_in_use()):
+        for replica in closing - self.fleet.ledger.booked(closing):
             self._leaving.pop(replica, None)
             self._surplus.discard(replica)
             channel = self._channels.pop(replica)

@@ -55,12 +55,20 @@ class DeltaQueue:
         """
         while not self._waiting:
             if self._error is not None:
-                raise self._error
+                # Once raised, it refers to this call, its caller and their variables. If any of these referred
+                # to it, the request would stay in memory until the garbage collector comes.
+                try:
+                    raise self._error
+                finally:
+                    self._error = None
             if self._loop is None:
                 self._loop = asyncio.get_running_loop()  # a system call
             self._reader = self._loop.create_future()
             self._woken = False
-            await self._reader
+            try:
+                await self._reader
+            finally:
+                self._reader = None  # likewise, if it has got an exception
         return self._waiting.pop(next(iter(self._waiting))).joined()
 
     def _wake(self) -> None:
@@ -76,8 +84,7 @@ class DeltaQueue:
     def _resume(self) -> bool:
         """Hand over what waits; false if the reader has left."""
         reader = self._reader
-        assert reader is not None, "it waits"
-        if reader.done():
+        if reader is None or reader.done():
             return False
         try:
             if self._take is not None and self._taken(self._take):
@@ -85,6 +92,7 @@ class DeltaQueue:
                 return True
         except Exception as error:  # noqa: BLE001 - handed on: the reader raises it
             reader.set_exception(error)
+            del reader  # the error refers to this call, too: see ``get``
             return True
         reader.set_result(None)
         return True

@@ -26,7 +26,7 @@ from app.fleet.delta_queue import DeltaQueue
 from app.fleet.drain import DRAIN_AFTER_S, Drainer
 from app.fleet.faults import Faults
 from app.fleet.fleet_limits import FleetLimits, LimitsRecord
-from app.fleet.generation import CannotStartError, Delta, GenerateRequest, UnavailableError
+from app.fleet.generation import CannotStartError, Delta, GenerateRequest, UnavailableError, ignored
 from app.fleet.in_flight import InFlightRequest
 from app.fleet.loop_pacer import LoopPacer
 from app.fleet.scale_from_zero import ReplicaWaiter
@@ -201,13 +201,15 @@ class EngineClient:
                 if delta.final:
                     return
         finally:
+            # Or an ended request would refer to itself, and stay in memory until the garbage collector comes.
+            request.text_end.on_sequence_end = ignored
             in_flight.ended = True
             self._requests.discard(in_flight)
             booking = self._ledger.booking(in_flight.attempt)
             if booking is not None:  # the attempt ends only after its caller has continued
                 in_flight.notes.book(booking)
             self._parts.faults.forget(in_flight)
-            if not in_flight.complete:
+            if not in_flight.complete and in_flight.runner is not None:
                 in_flight.runner.cancel()
 
     def _end_sequence(self, request: InFlightRequest, sequence: int) -> None:
@@ -506,16 +508,10 @@ class EngineClient:
 
     def _settle(self) -> None:
         """Close channels that are not needed any more and on which no request runs."""
-        self._parts.channels.settle(self._replicas_in_use)
+        self._parts.channels.settle()
 
     def _why_unavailable(self) -> str:
         """What to add to the error of a request that found no replica."""
         count = len(self._foreign)
         have = "1 replica has" if count == 1 else f"{count} replicas have"
         return f"; {have} another tokenizer or chat template than this ingress" if count else ""
-
-    def _replicas_in_use(self) -> Collection[str]:
-        """Replicas with a live attempt."""
-        running = self._parts.attempts.running.items()
-        bookings = (self._ledger.booking(attempt) for attempt, request in running if not request.ended)
-        return {booking.route.replica for booking in bookings if booking is not None}

@@ -38,7 +38,13 @@ class Faults:
     def __init__(self, fleet: Fleet, notify: Callable[[], None]) -> None:
         self._fleet = fleet
         self._notify = notify
-        self._waiting: list[InFlightRequest] = []  # suspects, the next one first
+        # Suspects, the next one first, and those that no replica could run as of ``_seen``. After each
+        # ``notify``, each of perhaps thousands asks for its turn, so none may look at all others.
+        self._waiting: list[InFlightRequest] = []
+        self._unable: set[InFlightRequest] = set()
+        self._entered: set[InFlightRequest] = set()  # all of these
+        self._able: InFlightRequest | None = None  # the last first one that a replica could run
+        self._seen: tuple[int, frozenset[str]] = -1, frozenset()
         self._placing: dict[int, InFlightRequest] = {}  # suspects on their way to a replica, by attempt
 
     def replica_died(
@@ -87,12 +93,8 @@ class Faults:
         if not request.suspect:
             return bool(ledger.routable(self._fleet.members, request.requirement()))
         self._enter(request)
-        for other in self._waiting:
-            if other is request:
-                break
-            # A suspect whose model has no replica at present does not hold up others.
-            if ledger.routable(self._fleet.members, replace(other.requirement(), alone=False)):
-                return False
+        if self._first() is not request:
+            return False
         for attempt in [attempt for attempt in self._placing if ledger.booking(attempt) is not None]:
             del self._placing[attempt]
         return len(ledger.routable(self._fleet.members, request.requirement())) > len(self._placing)
@@ -117,12 +119,43 @@ class Faults:
             self._notify()
 
     def _enter(self, request: InFlightRequest) -> None:
-        if request not in self._waiting:
+        if request not in self._entered:
+            self._entered.add(request)
             bisect.insort(self._waiting, request, key=_order)
 
     def _leave(self, request: InFlightRequest) -> None:
-        if request in self._waiting:
-            self._waiting.remove(request)
+        if request not in self._entered:
+            return
+        self._entered.discard(request)
+        if self._able is request:
+            self._able = None
+        if request in self._unable:
+            self._unable.discard(request)
+            return
+        place = bisect.bisect_left(self._waiting, _order(request), key=_order)
+        while self._waiting[place] is not request:  # others may have died as young and arrived at the same time
+            place += 1
+        del self._waiting[place]
+
+    def _first(self) -> InFlightRequest | None:
+        """Whose turn it is. A suspect whose model has no replica at present does not hold up others.
+
+        Each is looked at once until other replicas are routable.
+        """
+        ledger, members, waiting = self._fleet.ledger, self._fleet.members, self._waiting
+        seen = ledger.changes, members
+        if seen != self._seen:
+            self._seen, self._able = seen, None
+            if self._unable:
+                waiting += self._unable
+                waiting.sort(key=_order)
+                self._unable.clear()
+        while waiting and waiting[0] is not self._able:
+            if ledger.routable(members, replace(waiting[0].requirement(), alone=False)):
+                self._able = waiting[0]
+            else:
+                self._unable.add(waiting.pop(0))
+        return self._able if waiting else None
 
 
 def _order(request: InFlightRequest) -> tuple[int, float]:

@@ -33,12 +33,16 @@ class EngineDeathsError(GenerationError):
     """Engines died while running the request, which must not be sent again."""
 
 
+def ignored(sequence: int) -> None:
+    """Nobody needs to know that a sequence has ended: its request has, or has not begun."""
+
+
 @dataclass(slots=True, eq=False)
 class TextEnd:
     """What the client's text says about a request that ends before the engine has finished it."""
 
     tokens: int | None = None  # in all sequences, if stop strings have ended them all
-    on_sequence_end: Callable[[int], None] = lambda sequence: None
+    on_sequence_end: Callable[[int], None] = ignored
     """Called with the number of a sequence that a stop string has ended while others go on."""
 
 

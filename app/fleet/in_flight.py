@@ -268,6 +268,7 @@ class InFlightRequest:
 
     def on_runner_done(self, runner: asyncio.Task[None]) -> None:
         """End the request if it has not ended: nothing else would."""
+        self.runner = None  # its error refers to this request, which would refer to itself
         error = None if runner.cancelled() else runner.exception()
         if error is not None:
             logger.error("request %s failed in the ingress", self.request.request_id, exc_info=error)

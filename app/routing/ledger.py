@@ -79,6 +79,11 @@ class Ledger:
         return self._faults.count + self._index.stuck.count
 
     @property
+    def changes(self) -> int:
+        """Counts whenever other replicas may be routable, or the same ones may offer something else."""
+        return self._routable.changes
+
+    @property
     def typical_output(self) -> float:
         """Average number of tokens that a sequence makes here."""
         return self._estimates.outputs.tokens
@@ -305,6 +310,12 @@ class Ledger:
         """The attempts that are booked on any of ``replicas``."""
         with self._lock:
             return [number for number, booking in self._bookings.items() if booking.route.replica in replicas]
+
+    def booked(self, replicas: Collection[str]) -> set[str]:
+        """Those of ``replicas`` on which an attempt is booked; however many are, only the replicas count."""
+        with self._lock:
+            known = ((name, self._replicas.get(name)) for name in replicas)
+            return {name for name, state in known if state is not None and state.bookings}
 
     # ---- figures
 

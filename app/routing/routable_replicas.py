@@ -14,11 +14,13 @@ class RoutableReplicas:
 
     def __init__(self) -> None:
         self.states: list[ReplicaState] = []
+        self.changes = 0
         self._profiles: set[ReplicaProfile] = set()
         """Of these."""
 
     def relist(self, replicas: Iterable[ReplicaState]) -> None:
         """Take those of all ``replicas`` that are routable now."""
+        self.changes += 1
         self.states = [state for state in replicas if state.routable]
         self._profiles = {state.profile for state in self.states if state.profile is not None}
 

@@ -16,6 +16,7 @@ _FAULTS = ("app/fleet/test_fault_counts.py", "app/fleet/test_engine_client_route
 _OVERLOAD = ("app/fleet/test_overload.py", "app/fleet/test_overload_in_time.py")
 
 _QUEUE = ("app/fleet/test_delta_queue.py",)
+_MANY = ("app/fleet/test_many_at_once.py",)
 _PACER = ("app/fleet/test_loop_pacer.py",)
 _BUDGET = ("app/fleet/test_resubmission_budget.py",)
 _CALLS = ("app/channel/test_engine_calls.py",)
@@ -150,7 +151,7 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/delta_queue.py",
-        "            reader.set_exception(error)\n            return True",
+        "            reader.set_exception(error)\n            del reader  # the error refers to this call, too: see ``get``\n            return True",
         "            raise",
         _QUEUE,
         "an error in one stream ends the turn of all",
@@ -388,8 +389,8 @@ FLEET: list[Fault] = [
     ),
     Fault(
         "app/fleet/engine_client.py",
-        "            if not in_flight.complete:\n                in_flight.runner.cancel()",
-        "            pass",
+        "                in_flight.runner.cancel()",
+        "                pass",
         _CLIENT,
         "the request of a client that has left runs on",
     ),
@@ -399,6 +400,20 @@ FLEET: list[Fault] = [
         "            if False:",
         _FAULTS,
         "a request that kills its replicas kills them all",
+    ),
+    Fault(
+        "app/fleet/engine_client.py",
+        "            request.text_end.on_sequence_end = ignored\n",
+        "",
+        _MANY,
+        "ended requests stay in memory, for they refer to themselves",
+    ),
+    Fault(
+        "app/fleet/faults.py",
+        "                self._unable.add(waiting.pop(0))\n        return self._able if waiting else None\n",
+        "                self._unable.add(waiting.pop(0))\n        self._seen = -1, members\n        return self._able if waiting else None\n",
+        _MANY,
+        "each of many suspects looks at all others, again and again",
     ),
     Fault(
         "app/fleet/in_flight.py",
