@@ -64,6 +64,8 @@ class Engine:
         self.runner = ModelRunner(config)
         if self.runner.device.type == "cuda":
             self.runner.warm_up()
+        if not offline:
+            self.runner.record_steps()
         self.limits: ModelLimits = self.runner.limits()
         calibration = self._calibrate(offline)
         self.token_budget = calibration.token_budget

@@ -78,6 +78,8 @@ class PackedLinear(ABC):
     out_features: int
     exact = True
     """Whether nothing is lost. In few bits, nothing is if the weight had been decoded from such codes."""
+    screened_rows = 0
+    """Up to so many rows, :meth:`Kernels.largest_logits` is faster than :meth:`Kernels.logits`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +219,17 @@ class Kernels(ABC):
         """:meth:`linear` with a result in float32 that was rounded to ``x.dtype``."""
         return self.linear(x, packed).float()
 
+    def largest_logits(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """:meth:`logits`, of which all but a row's largest ones may be minus infinity."""
+        return self.logits(x, packed)
+
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """Take ownership of ``weight`` ``[N, K]`` and ``bias`` ``[N]``; the caller drops its references."""
+
+    def pack_head(self, weight: Tensor) -> PackedLinear:
+        """:meth:`pack_linear`, with what makes :meth:`largest_logits` fast, if anything does."""
+        return self.pack_linear(weight, None)
 
     def pack_codes(self, weight: Tensor, bits: int, bias: Tensor | None) -> PackedLinear:
         """Like :meth:`pack_linear`, but kept in 4 or 8 ``bits``; see :mod:`kernels.codes`.

@@ -165,17 +165,21 @@ class ModelRunner:
         batch = build_batch(chunks, self.kv_cache.block_size, self.device)
         self.kv_cache.before_writing(self._written(chunks))
         scored = [] if batch.decodes else _scored_rows(chunks)
-        logits = self._forward_scoring(batch, scored) if scored else self._steps.forward(batch)
         sampling = [chunk for chunk in chunks if chunk.samples]
-        if not sampling:
-            return []
-        if self.on_logits is not None:
-            self.on_logits([chunk.sequence for chunk in sampling], logits[_first_rows(sampling)])
         rows = [
             self._sample_row(chunk.sequence, drafts)
             for chunk in sampling
             for drafts in range(1 + len(chunk.drafts))
         ]
+        if scored:
+            logits = self._forward_scoring(batch, scored)
+        else:
+            largest = self.on_logits is None and all(row.wants_largest for row in rows)
+            logits = self._steps.forward(batch, largest)
+        if not sampling:
+            return []
+        if self.on_logits is not None:
+            self.on_logits([chunk.sequence for chunk in sampling], logits[_first_rows(sampling)])
         choices = self.sampler.sample(logits, rows)
         return [*choices] if len(rows) == len(sampling) else _verified(sampling, choices)
 
@@ -273,6 +277,11 @@ class ModelRunner:
     def probe(self) -> None:
         """Run one token through the whole model, apart from every request; raises if the model cannot run."""
         self.forward_alone([0], self._probe_cache)
+
+    @torch.inference_mode()
+    def record_steps(self) -> None:
+        """Make the recordings that steps need, so that the first request does not wait for them."""
+        self._steps.prepare()
 
     @torch.inference_mode()
     def warm_up(self) -> None:

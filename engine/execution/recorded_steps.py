@@ -26,14 +26,22 @@ class _Size(NamedTuple):
     samples: int
 
 
+class _Kind(NamedTuple):
+    """What decides which calls a step makes."""
+
+    samples: bool
+    largest: bool  # only the largest logits matter
+
+
 class RecordedSteps:
     """Runs steps by replaying what the decoder does.
 
-    All steps make the same calls to the device. Only the contents of their input differ, and the numbers of
-    tokens, requests and samples. So the input is copied to persistent tensors, and two recordings serve all
-    steps: one for those that sample, and one for the others, which end with the last layer's keys and values.
-    Each is made when it is first needed. The decoder remains the definition of a step, and a replay computes
-    the same bits. With kernels that cannot record, every step runs through the decoder.
+    All steps of a kind make the same calls to the device. Only the contents of their input differ, and the
+    numbers of tokens, requests and samples. So the input is copied to persistent tensors, and three recordings
+    serve all steps: one for those that sample, one for those that sample and where only the largest logits
+    matter, and one for the others, which end with the last layer's keys and values. Each is made when it is
+    first needed. The decoder remains the definition of a step, and a replay computes the same bits. With
+    kernels that cannot record, every step runs through the decoder.
     """
 
     def __init__(
@@ -49,8 +57,8 @@ class RecordedSteps:
         self._kv_pool = kv_pool
         self._most = _Size(max_tokens, max_requests, max_requests)
         self._forward = decoder.forward
-        self._recordings: dict[bool, tuple[Tensor, Recording] | None] = {}
-        """By whether steps sample; ``None`` where the kernels cannot record."""
+        self._recordings: dict[_Kind, tuple[Tensor, Recording] | None] = {}
+        """``None`` where the kernels cannot record."""
         device = kv_pool.device
         tokens, requests = max_tokens + 1, max_requests + 1  # see Kernels.record()
         self._token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -65,17 +73,21 @@ class RecordedSteps:
             max_context_len=0,
         )
 
-    def forward(self, batch: Batch) -> Tensor:
+    def prepare(self) -> None:
+        """Make all recordings now."""
+        for samples, largest in ((True, False), (False, False), (True, True)):
+            if not largest or self._decoder.screened_rows:
+                self._recorded(_Kind(samples, largest))
+
+    def forward(self, batch: Batch, largest: bool = False) -> Tensor:
         """Logits as of :meth:`Decoder.forward`. They hold until the next call."""
         metadata = batch.metadata
         size = _Size(len(batch.token_ids), len(metadata.context_lens), len(batch.sample_rows))
         # If another forward replaces the decoder's, as in tests that plant faults, it gets every step.
         if self._decoder.forward != self._forward or any(map(int.__gt__, size, self._most)):
             return self._plain(batch)
-        samples = size.samples > 0
-        if samples not in self._recordings:
-            self._recordings[samples] = self._record(samples)
-        recorded = self._recordings[samples]
+        kind = _Kind(size.samples > 0, largest and 0 < size.samples <= self._decoder.screened_rows)
+        recorded = self._recorded(kind)
         if recorded is None:
             return self._plain(batch)
         held = self._metadata
@@ -89,7 +101,7 @@ class RecordedSteps:
         logits, recording = recorded
         layers = len(self._decoder.layers)
         parts = 1 if runs_whole(size.tokens, metadata.max_context_len) else layers
-        for _ in recording.replay(size if samples else size[:2], parts):
+        for _ in recording.replay(size if kind.samples else size[:2], parts):
             self._decoder.layers_run += layers // parts
         return logits[: size.samples]
 
@@ -98,8 +110,12 @@ class RecordedSteps:
             lambda: self._decoder.forward(batch.token_ids, self._kv_pool, batch.metadata, batch.sample_rows)
         )
 
-    def _record(self, samples: bool) -> tuple[Tensor, Recording] | None:
-        """Of steps that sample, or of those that do not."""
+    def _recorded(self, kind: _Kind) -> tuple[Tensor, Recording] | None:
+        if kind not in self._recordings:
+            self._recordings[kind] = self._record(kind)
+        return self._recordings[kind]
+
+    def _record(self, kind: _Kind) -> tuple[Tensor, Recording] | None:
         held = self._metadata
 
         def run(sizes: Sequence[int]) -> Tensor:
@@ -113,9 +129,9 @@ class RecordedSteps:
                 slot_mapping=held.slot_mapping[:tokens],
             )
             rows = self._sample_rows[: sum(sampled)]
-            return self._decoder.forward(self._token_ids[:tokens], self._kv_pool, metadata, rows)
+            return self._decoder.forward(self._token_ids[:tokens], self._kv_pool, metadata, rows, kind.largest)
 
-        return self._decoder.kernels.record(run, self._most if samples else self._most[:2])
+        return self._decoder.kernels.record(run, self._most if kind.samples else self._most[:2])
 
 
 def runs_whole(rows: int, longest_context: int) -> bool:

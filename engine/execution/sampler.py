@@ -95,6 +95,11 @@ class SampleRow:
         """Whether a single token is all that is asked for."""
         return not (self.extra_seeds or self.best or self.logprobs or self.top is not None)
 
+    @property
+    def wants_largest(self) -> bool:
+        """Whether the token with the largest logit of the model is all that is asked for."""
+        return self.params.greedy and self.plain and not self.changes_logits
+
 
 class Sampler:
     """One for each model runner. ``kernels`` draw if they can; otherwise torch does, more slowly."""

@@ -112,6 +112,8 @@ class Decoder:
             self.head = packer.pack(self.embedding, None, head=True)
         else:
             self.head = reader.linear(config.hidden_size, [("lm_head", config.vocab_size)], head=True)
+        self.screened_rows = 0 if config.logit_soft_cap is not None else self.head.screened_rows
+        """Up to so many sampled rows, a step is faster if only the largest logits matter."""
         self.weight_form = packer.form
         """How matrices are kept, as :attr:`Packer.form` has it."""
         # Last, once the weights have confirmed the sizes.
@@ -119,7 +121,12 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, kv_pool: Tensor, metadata: AttentionMetadata, sample_rows: Tensor
+        self,
+        token_ids: Tensor,
+        kv_pool: Tensor,
+        metadata: AttentionMetadata,
+        sample_rows: Tensor,
+        largest: bool = False,
     ) -> Tensor:
         """One step: write the keys and values of the new tokens, return the logits of some rows.
 
@@ -130,6 +137,7 @@ class Decoder:
             kv_pool: ``[blocks, layers, 2, block_size, kv_heads, head_dim]`` in the model's dtype.
             metadata: which request each row belongs to, and its blocks.
             sample_rows: int64 ``[S]``, the rows of ``token_ids`` to return logits of.
+            largest: only the largest logit of a row matters. The others may be minus infinity.
 
         Returns:
             float32 ``[S, vocab_size]``. The output head's are rounded to the model's dtype, as in transformers;
@@ -138,13 +146,14 @@ class Decoder:
         x = self.hidden(token_ids, kv_pool, metadata, sample_rows)
         if not sample_rows.numel():
             return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=self.device)
-        return self.logits(x)
+        return self.logits(x, largest)
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, largest: bool = False) -> Tensor:
         """``[S, hidden_size]``, what :meth:`hidden` gives, to logits, float32 ``[S, vocab_size]``."""
-        logits = self.kernels.logits(x, self.head)
         cap = self.config.logit_soft_cap
-        return logits if cap is None else self.kernels.soft_cap(logits, cap)
+        if cap is not None:  # it may make equal what was not, so all that is nearly the largest matters
+            return self.kernels.soft_cap(self.kernels.logits(x, self.head), cap)
+        return self.kernels.largest_logits(x, self.head) if largest else self.kernels.logits(x, self.head)
 
     def hidden(
         self, token_ids: Tensor, kv_pool: Tensor, metadata: AttentionMetadata, sample_rows: Tensor

@@ -50,7 +50,7 @@ def load_model(
     with checkpoint:
         name = str(dtype).removeprefix("torch.")
         chosen: torch.dtype = getattr(torch, dtype_name(name, config, checkpoint))
-        packer = Packer(kernels, weights, chosen)
+        packer = Packer(kernels, weights, chosen, config.num_parameters)
         decoder = Decoder(config, packer, chosen, torch.device(device), checkpoint, longest)
         checkpoint.finish()
     return decoder

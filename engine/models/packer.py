@@ -10,17 +10,24 @@ from engine.errors import ConfigError
 from kernels.codes import are_codes
 from kernels.interface import Kernels, PackedLinear
 
+_SCREENED_SHARE = 1 / 12
+"""An output head with at least this share of a model's parameters is screened, which takes half of its memory
+once more. A smaller one takes too little of a step to be worth that."""
+
 
 class Packer:
     """Packs matrices as the option ``weights`` says, and counts those in few bits.
 
     With ``int4`` the output head has 8 bits, as in GGUF files: it is most sensitive, and read once a step.
+    ``num_parameters`` are the model's.
 
     Raises:
         ConfigError: these kernels take no weights in few bits.
     """
 
-    def __init__(self, kernels: Kernels, weights: WeightsOption, dtype: torch.dtype) -> None:
+    def __init__(
+        self, kernels: Kernels, weights: WeightsOption, dtype: torch.dtype, num_parameters: int
+    ) -> None:
         self._chosen = weights in ("int8", "int4")
         if self._chosen and not kernels.takes_codes:
             raise ConfigError(
@@ -29,6 +36,7 @@ class Packer:
             )
         self.kernels = kernels
         self._weights = weights
+        self._num_parameters = num_parameters
         self._looks = weights == "auto" and kernels.prefers_codes and dtype.itemsize == 2
         self._matrices = self._coded = 0
 
@@ -45,6 +53,8 @@ class Packer:
         self._matrices += 1
         coded = self._in_codes(weight, bias, 8 if head or self._weights == "int8" else 4)
         if coded is None:
+            if head and bias is None and weight.numel() >= _SCREENED_SHARE * self._num_parameters:
+                return self.kernels.pack_head(weight)
             return self.kernels.pack_linear(weight, bias)
         self._coded += 1
         return coded

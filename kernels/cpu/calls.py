@@ -50,6 +50,7 @@ REPLAYED: dict[str, list[type]] = {
         *(_LONG, _LONG, _LONG, _LONG, _LONG, _FLOAT, _FLOAT, _INT),
     ],
     "quire_codes_linear": [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER, _INT],
+    "quire_largest_logits": [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT],
 }
 """What a recording may hold, in the order of ``FUNCTIONS`` in ``replay.cpp``."""
 
@@ -60,12 +61,13 @@ _OTHERS: dict[str, tuple[list[type], type | None]] = {
     "quire_codes_in_hardware": ([], _INT),
     "quire_codes_bytes": ([_POINTER], _LONG),
     "quire_codes_pack": ([_POINTER, _INT, _POINTER, _LONG, _INT], _INT),
+    "quire_codes_errors": ([_POINTER, _INT, _POINTER, _LONG, _POINTER, _INT], None),
     "quire_replay": ([_POINTER, _LONG], _LONG),
     "quire_draw": ([_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 8, _INT], _INT),
     "quire_edit_logits": ([_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT], None),
     "quire_logprobs": ([_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 4, _LONG, *[_POINTER] * 5, _INT], _INT),
 }
-_RETURN_STATUS = ("quire_linear", "quire_codes_linear", "quire_attention")
+_RETURN_STATUS = ("quire_linear", "quire_codes_linear", "quire_largest_logits", "quire_attention")
 
 
 class CallRecording(Recording):

@@ -17,6 +17,7 @@
 #include "functions.h"
 #include "gemm_bf16.h"
 #include "gemm_vec.h"
+#include "packed_weights.h"
 #include "pool.h"
 #include "scratch.h"
 
@@ -31,15 +32,6 @@ constexpr int64_t kWidenTiles = 3;              // from this many tiles on, wide
 constexpr int64_t kThreadWork = 32768;          // multiply-adds that are worth a thread
 constexpr int64_t kShares = 6;                  // parts of the work a thread takes, so that a late one takes fewer
 constexpr int kAhead = 1024;                    // bytes of a panel fetched ahead of their use
-
-// Mirrored by `_Descriptor` in linear.py.
-struct PackedWeight {
-  void* panels;
-  const float* bias;  // [padded N] or null
-  int64_t in_features;
-  int64_t out_features;
-  int64_t dtype;  // 0 bfloat16, 1 float16, 2 float32
-};
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

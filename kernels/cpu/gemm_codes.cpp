@@ -20,12 +20,13 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <utility>
 
+#include "code_rows.h"
 #include "functions.h"
 #include "gemm_codes.h"
 #include "gemm_vec.h"
+#include "packed_weights.h"
 #include "pool.h"
 #include "scratch.h"
 
@@ -37,26 +38,8 @@ constexpr int64_t kRowBlock = 4096;              // rows coded at a time: bounds
 constexpr int64_t kAhead = 3072;                 // bytes of a panel fetched ahead of their use
 constexpr int64_t kThreadWork = 1 << 17;         // multiply-adds that are worth a thread
 constexpr int64_t kShares = 6;                   // parts of the work a thread takes, so that a late one takes fewer
-constexpr int64_t kGroup = 32;                   // k of a group
 constexpr int kStep = 8;                         // k of a step
 constexpr int kSteps = kGroup / kStep;
-constexpr float kLargest = std::numeric_limits<float>::max();
-
-// Mirrored by `_Descriptor` in codes.py.
-struct CodedWeight {
-  void* panels;
-  const float* bias;  // [padded N] or null
-  int64_t in_features;
-  int64_t out_features;
-  int64_t bits;  // 4: codes 0 .. 15, with minima; 8: codes -127 .. 127
-};
-
-// What the codes of a group of x stand for.
-struct RowGroup {
-  float scale;
-  float sum;       // scale times the sum of the codes
-  int32_t offset;  // what shifted codes of the weight add to a dot, negated
-};
 
 constexpr int64_t kScalesBytes = kWidth * 2;
 constexpr int64_t step_bytes(int64_t bits) { return kWidth * kStep * bits / 8; }
@@ -64,45 +47,6 @@ constexpr int64_t group_bytes(int64_t bits) { return kSteps * step_bytes(bits) +
 
 int64_t groups_of(const CodedWeight& weight) { return (weight.in_features + kGroup - 1) / kGroup; }
 int64_t panels_of(const CodedWeight& weight) { return (weight.out_features + kWidth - 1) / kWidth; }
-
-// ---- rows of x ----
-
-// Codes a group of which there are `count` elements: the largest size becomes 127. A NaN or an infinity makes the
-// scale one.
-template <class X>
-RowGroup code_group(const X* x, int64_t count, int8_t* codes) {
-  constexpr int kParts = kGroup / kLanes;
-  alignas(64) float wide[kGroup];
-  if (count == kGroup) {  // a loop of known length
-    for (int i = 0; i < kGroup; ++i) wide[i] = widen(x[i]);
-  } else {
-    for (int i = 0; i < kGroup; ++i) wide[i] = i < count ? widen(x[i]) : 0.0f;
-  }
-  Vec parts[kParts];
-  std::memcpy(parts, wide, sizeof(parts));
-  VecBits sizes{};
-  QUIRE_UNROLL for (int i = 0; i < kParts; ++i) {
-    const VecBits bits = bit_cast<VecBits>(parts[i]) & 0x7fffffffu;
-    sizes = bits > sizes ? bits : sizes;
-  }
-  const uint32_t most = largest(sizes);
-  const float size = bit_cast<float>(most), scale = size * (1.0f / 127.0f);
-  const float inverse = scale > 0.0f ? std::min(127.0f / size, kLargest) : 0.0f;
-  const float shift = 12582912.0f;  // 1.5 * 2**23: adding it leaves the nearest integer in the lowest bits
-  VecBits sums{};
-  QUIRE_UNROLL for (int i = 0; i < kParts; ++i) {
-    const VecBits code = bit_cast<VecBits>(parts[i] * broadcast(inverse) + broadcast(shift)) - bit_cast<uint32_t>(shift);
-    store_bytes(code, codes + i * kLanes);
-    sums += code;
-  }
-  const uint32_t sum = total(sums);  // unsigned: where x is not finite, the codes are anything
-  return {scale, scale * static_cast<float>(static_cast<int32_t>(sum)), static_cast<int32_t>(0u - kCodeOffset * sum)};
-}
-
-template <class X>
-void code_row(const X* x, int64_t size, int8_t* codes, RowGroup* groups) {
-  for (int64_t k = 0; k < size; k += kGroup) *groups++ = code_group(x + k, std::min(kGroup, size - k), codes + k);
-}
 
 // ---- the micro-kernel: kRows rows of x times a panel ----
 
@@ -375,6 +319,41 @@ Coded pack_codes(const CodedWeight& weight, const W* w, int64_t stride, int thre
   return result;
 }
 
+// ---- how far codes are from their weights ----
+
+// The squares of a column's weights, and of the errors of its codes of 8 bits.
+struct Squares {
+  double weights, errors;
+};
+
+template <class W>
+Squares squares_of(const CodedWeight& weight, const W* w, int64_t column, const uint8_t* panel) {
+  const int64_t size = weight.in_features, place = column % kWidth, half = place / kLanes, lane = place % kLanes;
+  Squares squares{};
+  for (int64_t k = 0; k < size; k += kGroup, panel += group_bytes(8)) {
+    const float scale = widen(reinterpret_cast<const Fp16*>(panel + kSteps * step_bytes(8))[place]);
+    for (int64_t i = 0; i < std::min(kGroup, size - k); ++i) {
+      const int64_t quad = (i % kStep) / 4 * 2 + half;
+      const uint8_t byte = panel[i / kStep * step_bytes(8) + quad * kQuad + lane * 4 + i % 4];
+      const int code = kCodeOffset ? byte - kCodeOffset : static_cast<int8_t>(byte);
+      const double value = widen(w[k + i]), error = value - static_cast<double>(scale) * code;
+      squares.weights += value * value, squares.errors += error * error;
+    }
+  }
+  return squares;
+}
+
+template <class W>
+void bound_errors(const CodedWeight& weight, const W* w, int64_t stride, float* errors, int threads) {
+  const double rounding = 0x1p-12 + static_cast<double>(weight.in_features) * 0x1p-22;
+  const int64_t columns = weight.out_features;
+  quire::parallel_for(columns, threads * kShares, threads, [&](int64_t column) {
+    const uint8_t* panel = static_cast<const uint8_t*>(weight.panels) + column / kWidth * groups_of(weight) * group_bytes(8);
+    const Squares squares = squares_of(weight, w + column * stride, column, panel);
+    errors[column] = static_cast<float>(1.001 * std::sqrt(squares.errors) + rounding * std::sqrt(squares.weights));
+  });
+}
+
 }  // namespace
 }  // namespace quire_gemm
 
@@ -399,6 +378,18 @@ int quire_codes_pack(const void* packed, int dtype, const void* w, int64_t strid
     case 0: return pack_codes(weight, static_cast<const Bf16*>(w), stride, threads);
     case 1: return pack_codes(weight, static_cast<const Fp16*>(w), stride, threads);
     default: return pack_codes(weight, static_cast<const float*>(w), stride, threads);
+  }
+}
+
+// For each row of w [N, K], which was packed with 8 bits: how far an element of y may be from the product without codes,
+// for each unit of the length of its row of x, if x is coded twice as in screening.cpp.
+void quire_codes_errors(const void* packed, int dtype, const void* w, int64_t stride, float* errors, int threads) {
+  using namespace quire_gemm;
+  const CodedWeight& weight = *static_cast<const CodedWeight*>(packed);
+  switch (dtype) {
+    case 0: return bound_errors(weight, static_cast<const Bf16*>(w), stride, errors, threads);
+    case 1: return bound_errors(weight, static_cast<const Fp16*>(w), stride, errors, threads);
+    default: return bound_errors(weight, static_cast<const float*>(w), stride, errors, threads);
   }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from kernels.activation import Activation
 from kernels.cpu.calls import DTYPE_CODES, Calls
 from kernels.cpu.coded import CodedLinear
-from kernels.cpu.linear import linear, pack_linear, prefers_onednn
+from kernels.cpu.linear import PanelLinear, linear, pack_linear, prefers_onednn
+from kernels.cpu.screened import ScreenedLinear, largest_logits
 from kernels.interface import (
     AttentionMetadata,
     AttentionOptions,
@@ -24,6 +26,8 @@ from kernels.interface import (
     RowEdit,
     RowLogprobs,
 )
+
+logger = logging.getLogger(__name__)
 
 _ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 
@@ -64,8 +68,25 @@ class CpuKernels(Kernels):
     def pack_codes(self, weight: Tensor, bits: int, bias: Tensor | None) -> PackedLinear:
         return CodedLinear(self._calls, weight, bits, bias, self.num_threads)
 
+    def pack_head(self, weight: Tensor) -> PackedLinear:
+        exact = self.pack_linear(weight, None)
+        if not (self.prefers_codes and isinstance(exact, PanelLinear)):
+            return exact
+        try:
+            return ScreenedLinear(self._calls, weight, exact, self.num_threads)
+        except ValueError as error:
+            logger.info("the output head is not screened: %s", error)
+            return exact
+
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        if isinstance(packed, ScreenedLinear):
+            packed = packed.exact
         return linear(self._calls, x, packed, self.num_threads)
+
+    def largest_logits(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        if not isinstance(packed, ScreenedLinear):
+            return self.logits(x, packed)
+        return largest_logits(self._calls, x, packed, self.num_threads)
 
     def logits(self, x: Tensor, packed: PackedLinear) -> Tensor:
         y = self.linear(x, packed)

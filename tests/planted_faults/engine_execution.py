@@ -13,6 +13,7 @@ _RUNNER = ("engine/execution/test_model_runner.py",)
 _REQUEST = ("engine/test_request.py",)
 _ENGINE = ("engine/test_engine.py",)
 _LLM = ("engine/test_llm.py",)
+_SCREENING = ("kernels/test_cpu_screening.py",)
 _RECORDED = ("engine/execution/test_recorded_steps.py",)
 _ATTENTION = ("kernels/test_cpu_attention.py",)
 _ELEMENTWISE = ("kernels/test_cpu_elementwise.py",)
@@ -92,7 +93,7 @@ EXECUTION: list[Fault] = [
         "the last panel of each thread's share is left out",
     ),
     Fault(
-        "kernels/cpu/gemm_codes.cpp",
+        "kernels/cpu/code_rows.h",
         "static_cast<int32_t>(0u - kCodeOffset * sum)};\n",
         "0};\n",
         _CODES,
@@ -485,10 +486,66 @@ EXECUTION: list[Fault] = [
     ),
     Fault(
         "engine/execution/recorded_steps.py",
-        "size if samples else size[:2]",
-        "self._most if samples else size[:2]",
+        "size if kind.samples else size[:2]",
+        "self._most if kind.samples else size[:2]",
         _RECORDED,
         "a replayed step does the work of the largest one",
+    ),
+    Fault(
+        "kernels/cpu/screening.cpp",
+        "most - std::fabs(most) * kind.rounding - kTiny;",
+        "most;",
+        _SCREENING,
+        "a screened head leaves out the first of logits that round to the same",
+    ),
+    Fault(
+        "kernels/cpu/screening.cpp",
+        "limit > kind.largest ? kind.largest : limit;",
+        "limit;",
+        _SCREENING,
+        "a screened head leaves out the first of logits that round to infinity",
+    ),
+    Fault(
+        "kernels/cpu/screening.cpp",
+        "none = all_below(product, Rough(product, rough, r, p), p, norms[r], limits[r]);",
+        "none = all_below(product, Rough(product, rough, r, p), p, 0.0f, limits[r]);",
+        _SCREENING,
+        "a screened head trusts the codes of its weights",
+    ),
+    Fault(
+        "kernels/cpu/screening.cpp",
+        "rest[k + i] = value - scale * static_cast<float>(codes[i]);",
+        "rest[k + i] = 0.0f;",
+        _SCREENING,
+        "a screened head trusts the codes of x",
+    ),
+    Fault(
+        "kernels/cpu/screening.cpp",
+        "r < product.rows && none; ++r)",
+        "r < 1 && none; ++r)",
+        _SCREENING,
+        "a screened head computes what the first row needs alone",
+    ),
+    Fault(
+        "kernels/cpu/gemm_codes.cpp",
+        "1.001 * std::sqrt(squares.errors)",
+        "0.3 * std::sqrt(squares.errors)",
+        _SCREENING,
+        "the bound of a screened head's errors is too small",
+    ),
+    Fault(
+        "engine/execution/sampler.py",
+        "return self.params.greedy and self.plain and not self.changes_logits",
+        "return self.params.greedy and self.plain",
+        ("engine/execution/test_model_runner.py",),
+        "logits that a bias or penalty needs are left out",
+    ),
+    Fault(
+        "engine/execution/sampler.py",
+        "return self.params.greedy and self.plain and not self.changes_logits",
+        "return self.params.greedy and not self.changes_logits",
+        ("engine/execution/test_model_runner.py",),
+        "log probabilities come from logits that are not all there",
     ),
     Fault(
         "engine/control_groups.py",

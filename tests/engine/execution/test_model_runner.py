@@ -17,6 +17,7 @@ from engine.execution.batch import Batch
 from engine.execution.model_runner import ModelRunner
 from engine.kv.kv_cache import KVCache
 from engine.kv.transfers import Transfers
+from engine.logit_edits import LogitEdits
 from engine.sampling_params import SamplingParams
 from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.candidates import Candidates
@@ -119,6 +120,46 @@ def test_no_stop_token_comes_before_min_tokens(runner: ModelRunner) -> None:
     )
     assert held_off != likeliest
     assert stops == likeliest
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "largest"),
+    [
+        ([GREEDY], True),
+        ([GREEDY, SamplingParams(temperature=0.0, max_tokens=3, stop_token_ids=(7,))], True),
+        ([SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(7,))], False),
+        ([SamplingParams(temperature=0.0, logprobs=0)], False),
+        ([GREEDY, SamplingParams(temperature=1.0)], False),
+        ([SamplingParams(temperature=0.0, logit_bias={5: 1.0})], False),
+        ([SamplingParams(temperature=0.0, repetition_penalty=1.1)], False),
+        ([SamplingParams(temperature=0.0, presence_penalty=0.5)], False),
+    ],
+    ids=["greedy", "stop tokens", "min_tokens", "logprobs", "a random one", "bias", "repetition", "presence"],
+)
+def test_only_greedy_steps_leave_logits_out(
+    runner: ModelRunner, params: list[SamplingParams], largest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever needs more than the largest logit gets all of them."""
+    forward, asked = runner._steps.forward, []
+
+    def noted(batch: Batch, largest: bool = False) -> Tensor:
+        asked.append(largest)
+        return forward(batch, largest)
+
+    monkeypatch.setattr(runner._steps, "forward", noted)
+    chunks = [chunk(each) for each in params]
+    for each in chunks:
+        if each.sequence.params.edits_logits:
+            each.sequence.edits = LogitEdits(each.sequence.params, len(PROMPT), runner.model.vocab_size)
+    runner.run(chunks)
+    seen: list[Tensor] = []
+    monkeypatch.setattr(runner, "on_logits", lambda sequences, logits: seen.append(logits.clone()))
+    runner.run([chunk(each) for each in params])
+    assert asked == [largest, False]
+    assert seen[0].isfinite().all(), "who looks at logits gets all"
 
 
 def test_the_cache_hears_of_each_block_that_a_step_writes(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.engine import Engine
 from engine.execution.batch import Batch
-from engine.execution.recorded_steps import _Size, runs_whole
+from engine.execution.recorded_steps import _Kind, _Size, runs_whole
 from kernels.cpu.build import BuildError, find_compilers
 from kernels.cpu.calls import CallRecording
 from kernels.cpu.linear import prefers_onednn
@@ -31,12 +31,12 @@ def check_every_step(engine: Engine) -> list[tuple[_Size, bool]]:
     forward, pool = runner._steps.forward, runner.kv_cache.pool
     steps: list[tuple[_Size, bool]] = []
 
-    def both(batch: Batch) -> Tensor:
+    def both(batch: Batch, largest: bool = False) -> Tensor:
         before = pool.clone()
-        recorded = forward(batch).clone()
+        recorded = forward(batch, largest).clone()
         written = pool.clone()
         pool.copy_(before)
-        plain = runner.decoder.forward(batch.token_ids, pool, batch.metadata, batch.sample_rows)
+        plain = runner.decoder.forward(batch.token_ids, pool, batch.metadata, batch.sample_rows, largest)
         assert not plain.numel() or plain.data_ptr() != recorded.data_ptr()
         assert torch.equal(recorded.view(torch.int32), plain.view(torch.int32))
         bits = torch.int16 if pool.element_size() == 2 else torch.int32
@@ -77,7 +77,10 @@ def test_replays_equal_the_plain_decoder(
     assert {1, 2, 3} <= {size.tokens for size, decodes in steps if decodes}
     assert {2, 3} <= {size.requests for size, decodes in steps if not decodes}
     recordings = engine.runner._steps._recordings
-    assert set(recordings) == {True, False}
+    screened = {_Kind(True, True)} if engine.runner.decoder.screened_rows else set()
+    assert set(recordings) == {_Kind(True, False), _Kind(False, False), *screened}
+    if weights == "model" and model != "Gemma2" and engine.runner.decoder.kernels.prefers_codes:
+        assert screened, "the tiny models' heads are a large share of them"
     recorded = weights != "model" or not prefers_onednn(getattr(torch, dtype))
     assert all((recording is not None) == recorded for recording in recordings.values())
 
@@ -117,7 +120,7 @@ def test_kernels_that_cannot_record_run_every_step(tiny_models: dict[str, Path])
     engine = Engine(tiny_engine_config(tiny_models["Llama"], kernels="reference"))
     deltas = run_to_end(engine, make_request("one", [3, 4, 5], max_tokens=6, ignore_eos=True))
     assert sum(len(delta.token_ids) for delta in deltas["one"]) == 6
-    assert engine.runner._steps._recordings == {True: None}
+    assert engine.runner._steps._recordings == {_Kind(True, False): None, _Kind(False, False): None}
 
 
 def test_a_failed_run_leaves_no_recording_open(tiny_models: dict[str, Path]) -> None:

@@ -15,9 +15,10 @@ from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.model_runner import ModelRunner
 from engine.models.loader import load_model
+from engine.models.packer import Packer
 from kernels.codes import GROUP
 from kernels.cpu import CpuKernels
-from kernels.interface import Kernels
+from kernels.interface import Kernels, PackedLinear
 from kernels.reference import ReferenceKernels
 
 
@@ -148,3 +149,30 @@ def test_logits_stay_near_the_models(weights: str, folder: Path) -> None:
     for kernels in ("auto", "reference"):
         error = (seen[weights, kernels] - exact).norm() / exact.norm()
         assert 0 < float(error) < 0.06
+
+
+class Screening(ReferenceKernels):
+    """Notes the heads that it is asked to screen."""
+
+    def __init__(self) -> None:
+        self.heads: list[tuple[int, ...]] = []
+
+    def pack_head(self, weight: torch.Tensor) -> PackedLinear:
+        self.heads.append(tuple(weight.shape))
+        return super().pack_head(weight)
+
+
+def test_heads_with_a_share_of_the_parameters_are_screened() -> None:
+    """From a twelfth on; with a bias, or in few bits, never."""
+    weight, bias = torch.ones(32, 32), torch.ones(32)
+    for parameters, screened in ((12 * 1024, True), (12 * 1024 + 1, False)):
+        kernels = Screening()
+        packer = Packer(kernels, "model", torch.float32, parameters)
+        packer.pack(weight, None)
+        packer.pack(weight, bias, head=True)
+        assert kernels.heads == []
+        packer.pack(weight, None, head=True)
+        assert kernels.heads == [(32, 32)] * screened
+    kernels = Screening()
+    Packer(kernels, "int8", torch.float32, 1024).pack(weight, None, head=True)
+    assert kernels.heads == []
