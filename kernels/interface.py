@@ -79,7 +79,8 @@ class PackedLinear(ABC):
     exact = True
     """Whether nothing is lost. In few bits, nothing is if the weight had been decoded from such codes."""
     screened_rows = 0
-    """Up to so many rows, :meth:`Kernels.largest_logits` is faster than :meth:`Kernels.logits`."""
+    """Up to so many rows, :meth:`Kernels.deciding_logits` is faster than :meth:`Kernels.logits`. A row that
+    draws its token counts twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,14 @@ class DrawOptions:
     top_p: Tensor  # float64 [R]; 1 keeps all
     num_draws: Tensor  # int64 [R]
     keys: Tensor  # int64, of all draws, row after row
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """How each of ``R`` rows of a step chooses its token, where that takes no more than this."""
+
+    temperature: Tensor  # float32 [R]; 0 takes the token with the largest logit
+    keys: Tensor  # int64 [R], of the draws
 
 
 @dataclass(slots=True)
@@ -219,8 +228,12 @@ class Kernels(ABC):
         """:meth:`linear` with a result in float32 that was rounded to ``x.dtype``."""
         return self.linear(x, packed).float()
 
-    def largest_logits(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """:meth:`logits`, of which all but a row's largest ones may be minus infinity."""
+    def deciding_logits(self, x: Tensor, packed: PackedLinear, choices: Choices) -> Tensor:
+        """:meth:`logits`, but for those that do not matter for ``choices``, which may be minus infinity.
+
+        The largest of each row are there. :meth:`draw` chooses the same tokens, if it has the same temperatures
+        and keys, and no filters.
+        """
         return self.logits(x, packed)
 
     @abstractmethod
@@ -228,7 +241,7 @@ class Kernels(ABC):
         """Take ownership of ``weight`` ``[N, K]`` and ``bias`` ``[N]``; the caller drops its references."""
 
     def pack_head(self, weight: Tensor) -> PackedLinear:
-        """:meth:`pack_linear`, with what makes :meth:`largest_logits` fast, if anything does."""
+        """:meth:`pack_linear`, with what makes :meth:`deciding_logits` fast, if anything does."""
         return self.pack_linear(weight, None)
 
     def pack_codes(self, weight: Tensor, bits: int, bias: Tensor | None) -> PackedLinear:

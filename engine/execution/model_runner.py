@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 from engine.execution.batch import Batch, build_batch
 from engine.execution.calibration import MAX_BUDGET
 from engine.execution.recorded_steps import RecordedSteps
-from engine.execution.sampler import Sampler, SampleRow, both_allowed, edit_after
+from engine.execution.sampler import Sampler, SampleRow, both_allowed, choices_of, edit_after
 from engine.kv.kv_cache import KVCache
 from engine.kv.pool_size import available_memory, free_ram, plan_pool
 from engine.kv.transfers import Transfers
@@ -174,8 +174,10 @@ class ModelRunner:
         if scored:
             logits = self._forward_scoring(batch, scored)
         else:
-            largest = self.on_logits is None and all(row.wants_largest for row in rows)
-            logits = self._steps.forward(batch, largest)
+            # A row that draws has more panels computed, and for itself alone, so it counts twice.
+            work = sum(1 if row.params.greedy else 2 for row in rows)
+            few = 0 < work <= self.decoder.screened_rows and self.on_logits is None
+            logits = self._steps.forward(batch, choices_of(rows) if few else None)
         if not sampling:
             return []
         if self.on_logits is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.execution.batch import Batch
 from engine.models.decoder import Decoder
 from kernels import AttentionMetadata, Recording
+from kernels.interface import Choices
 
 WHOLE_ROWS, WHOLE_ATTENTION = 32, 1 << 18
 """Limits of a step that is replayed in one call: rows, and rows times the longest context. The watchdog sees no
@@ -30,7 +31,7 @@ class _Kind(NamedTuple):
     """What decides which calls a step makes."""
 
     samples: bool
-    largest: bool  # only the largest logits matter
+    screened: bool  # only the logits that decide its choices matter
 
 
 class RecordedSteps:
@@ -38,8 +39,8 @@ class RecordedSteps:
 
     All steps of a kind make the same calls to the device. Only the contents of their input differ, and the
     numbers of tokens, requests and samples. So the input is copied to persistent tensors, and three recordings
-    serve all steps: one for those that sample, one for those that sample and where only the largest logits
-    matter, and one for the others, which end with the last layer's keys and values. Each is made when it is
+    serve all steps: one for those that sample, one for those whose choices need only some logits, and one for
+    the others, which end with the last layer's keys and values. Each is made when it is
     first needed. The decoder remains the definition of a step, and a replay computes the same bits. With
     kernels that cannot record, every step runs through the decoder.
     """
@@ -63,6 +64,10 @@ class RecordedSteps:
         tokens, requests = max_tokens + 1, max_requests + 1  # see Kernels.record()
         self._token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._sample_rows = torch.zeros(requests, dtype=torch.int64, device=device)
+        self._choices = Choices(
+            temperature=torch.zeros(requests, dtype=torch.float32, device=device),
+            keys=torch.zeros(requests, dtype=torch.int64, device=device),
+        )
         self._metadata = AttentionMetadata(
             query_start=torch.zeros(requests + 1, dtype=torch.int32, device=device),
             context_lens=torch.zeros(requests, dtype=torch.int32, device=device),
@@ -75,24 +80,27 @@ class RecordedSteps:
 
     def prepare(self) -> None:
         """Make all recordings now."""
-        for samples, largest in ((True, False), (False, False), (True, True)):
-            if not largest or self._decoder.screened_rows:
-                self._recorded(_Kind(samples, largest))
+        for samples, screened in ((True, False), (False, False), (True, True)):
+            if not screened or self._decoder.screened_rows:
+                self._recorded(_Kind(samples, screened))
 
-    def forward(self, batch: Batch, largest: bool = False) -> Tensor:
+    def forward(self, batch: Batch, choices: Choices | None = None) -> Tensor:
         """Logits as of :meth:`Decoder.forward`. They hold until the next call."""
         metadata = batch.metadata
         size = _Size(len(batch.token_ids), len(metadata.context_lens), len(batch.sample_rows))
         # If another forward replaces the decoder's, as in tests that plant faults, it gets every step.
         if self._decoder.forward != self._forward or any(map(int.__gt__, size, self._most)):
             return self._plain(batch)
-        kind = _Kind(size.samples > 0, largest and 0 < size.samples <= self._decoder.screened_rows)
+        kind = _Kind(size.samples > 0, choices is not None and 0 < size.samples <= self._decoder.screened_rows)
         recorded = self._recorded(kind)
         if recorded is None:
             return self._plain(batch)
         held = self._metadata
         _put(batch.token_ids, self._token_ids)
         _put(batch.sample_rows, self._sample_rows)
+        if choices is not None and kind.screened:
+            _put(choices.temperature, self._choices.temperature)
+            _put(choices.keys, self._choices.keys)
         _put(metadata.query_start, held.query_start)
         _put(metadata.context_lens, held.context_lens)
         _put(metadata.block_tables, held.block_tables)
@@ -128,8 +136,11 @@ class RecordedSteps:
                 positions=held.positions[:tokens],
                 slot_mapping=held.slot_mapping[:tokens],
             )
-            rows = self._sample_rows[: sum(sampled)]
-            return self._decoder.forward(self._token_ids[:tokens], self._kv_pool, metadata, rows, kind.largest)
+            count = sum(sampled)
+            rows, choices = self._sample_rows[:count], None
+            if kind.screened:
+                choices = Choices(self._choices.temperature[:count], self._choices.keys[:count])
+            return self._decoder.forward(self._token_ids[:tokens], self._kv_pool, metadata, rows, choices)
 
         return self._decoder.kernels.record(run, self._most if kind.samples else self._most[:2])
 

@@ -29,6 +29,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.candidates import Candidates
 from engine.token_logprobs import TokenLogprobs
 from kernels.interface import (
+    Choices,
     DrawOptions,
     Kernels,
     LogitEdit,
@@ -96,9 +97,11 @@ class SampleRow:
         return not (self.extra_seeds or self.best or self.logprobs or self.top is not None)
 
     @property
-    def wants_largest(self) -> bool:
-        """Whether the token with the largest logit of the model is all that is asked for."""
-        return self.params.greedy and self.plain and not self.changes_logits
+    def unedited(self) -> bool:
+        """Whether it takes the model's logits as they are, with no filter, for a single token."""
+        params = self.params
+        filtered = params.top_k or params.top_p < 1.0 or params.min_p
+        return self.plain and not self.changes_logits and (params.greedy or not filtered)
 
 
 class Sampler:
@@ -247,6 +250,16 @@ class Sampler:
         places = [place for place, row in enumerate(owners) if row in wanted]
         best[torch.tensor(places, device=best.device)] = drawn
         return _ints(best), exhausted
+
+
+def choices_of(rows: Sequence[SampleRow]) -> Choices | None:
+    """How ``rows`` choose, if no row needs more than that says."""
+    if not all(row.unedited for row in rows):
+        return None
+    return Choices(
+        torch.tensor([0.0 if row.params.greedy else row.params.temperature for row in rows]),
+        torch.tensor([draw_key(row.seed, row.position) for row in rows]),
+    )
 
 
 def both_allowed(mask: Tensor | None, other: NDArray[np.int32] | None) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.models.config import Family, ModelConfig, QKNormSpan
 from engine.models.packer import Packer
 from engine.models.rope import rope_table
-from kernels.interface import AttentionMetadata, AttentionOptions, HeadLayout, PackedLinear, QKNorm
+from kernels.interface import AttentionMetadata, AttentionOptions, Choices, HeadLayout, PackedLinear, QKNorm
 
 
 class WeightSource(Protocol):
@@ -113,7 +113,7 @@ class Decoder:
         else:
             self.head = reader.linear(config.hidden_size, [("lm_head", config.vocab_size)], head=True)
         self.screened_rows = 0 if config.logit_soft_cap is not None else self.head.screened_rows
-        """Up to so many sampled rows, a step is faster if only the largest logits matter."""
+        """See :attr:`PackedLinear.screened_rows`."""
         self.weight_form = packer.form
         """How matrices are kept, as :attr:`Packer.form` has it."""
         # Last, once the weights have confirmed the sizes.
@@ -126,7 +126,7 @@ class Decoder:
         kv_pool: Tensor,
         metadata: AttentionMetadata,
         sample_rows: Tensor,
-        largest: bool = False,
+        choices: Choices | None = None,
     ) -> Tensor:
         """One step: write the keys and values of the new tokens, return the logits of some rows.
 
@@ -137,7 +137,7 @@ class Decoder:
             kv_pool: ``[blocks, layers, 2, block_size, kv_heads, head_dim]`` in the model's dtype.
             metadata: which request each row belongs to, and its blocks.
             sample_rows: int64 ``[S]``, the rows of ``token_ids`` to return logits of.
-            largest: only the largest logit of a row matters. The others may be minus infinity.
+            choices: if given, logits that do not matter for them may be minus infinity.
 
         Returns:
             float32 ``[S, vocab_size]``. The output head's are rounded to the model's dtype, as in transformers;
@@ -146,14 +146,16 @@ class Decoder:
         x = self.hidden(token_ids, kv_pool, metadata, sample_rows)
         if not sample_rows.numel():
             return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=self.device)
-        return self.logits(x, largest)
+        return self.logits(x, choices)
 
-    def logits(self, x: Tensor, largest: bool = False) -> Tensor:
+    def logits(self, x: Tensor, choices: Choices | None = None) -> Tensor:
         """``[S, hidden_size]``, what :meth:`hidden` gives, to logits, float32 ``[S, vocab_size]``."""
         cap = self.config.logit_soft_cap
-        if cap is not None:  # it may make equal what was not, so all that is nearly the largest matters
+        if cap is not None:  # it changes what the bounds of logits say
             return self.kernels.soft_cap(self.kernels.logits(x, self.head), cap)
-        return self.kernels.largest_logits(x, self.head) if largest else self.kernels.logits(x, self.head)
+        if choices is None:
+            return self.kernels.logits(x, self.head)
+        return self.kernels.deciding_logits(x, self.head, choices)
 
     def hidden(
         self, token_ids: Tensor, kv_pool: Tensor, metadata: AttentionMetadata, sample_rows: Tensor

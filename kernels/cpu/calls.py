@@ -50,7 +50,7 @@ REPLAYED: dict[str, list[type]] = {
         *(_LONG, _LONG, _LONG, _LONG, _LONG, _FLOAT, _FLOAT, _INT),
     ],
     "quire_codes_linear": [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER, _INT],
-    "quire_largest_logits": [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT],
+    "quire_deciding_logits": [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT],
 }
 """What a recording may hold, in the order of ``FUNCTIONS`` in ``replay.cpp``."""
 
@@ -67,7 +67,7 @@ _OTHERS: dict[str, tuple[list[type], type | None]] = {
     "quire_edit_logits": ([_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT], None),
     "quire_logprobs": ([_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 4, _LONG, *[_POINTER] * 5, _INT], _INT),
 }
-_RETURN_STATUS = ("quire_linear", "quire_codes_linear", "quire_largest_logits", "quire_attention")
+_RETURN_STATUS = ("quire_linear", "quire_codes_linear", "quire_deciding_logits", "quire_attention")
 
 
 class CallRecording(Recording):

@@ -18,7 +18,8 @@ void quire_codes_errors(const void* weight, int dtype, const void* w, int64_t st
 int quire_codes_linear(const void* weight, int dtype, const void* x, int64_t x_stride, int64_t rows, void* y,
                        int threads);
 
-int quire_largest_logits(const void* weight, const void* x, int64_t x_stride, int64_t rows, void* y, int threads);
+int quire_deciding_logits(const void* weight, const void* x, int64_t x_stride, int64_t rows, const float* temperature,
+                          const int64_t* keys, float* y, int threads);
 
 void quire_rms_norm(int dtype, const void* x, int64_t x_stride, int weight_dtype, const void* weight, void* y,
                     int64_t y_stride, int64_t rows, int64_t size, float eps, int num_threads);

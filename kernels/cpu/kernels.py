@@ -12,10 +12,11 @@ from kernels.activation import Activation
 from kernels.cpu.calls import DTYPE_CODES, Calls
 from kernels.cpu.coded import CodedLinear
 from kernels.cpu.linear import PanelLinear, linear, pack_linear, prefers_onednn
-from kernels.cpu.screened import ScreenedLinear, largest_logits
+from kernels.cpu.screened import ScreenedLinear, deciding_logits
 from kernels.interface import (
     AttentionMetadata,
     AttentionOptions,
+    Choices,
     DrawOptions,
     HeadLayout,
     Kernels,
@@ -69,24 +70,24 @@ class CpuKernels(Kernels):
         return CodedLinear(self._calls, weight, bits, bias, self.num_threads)
 
     def pack_head(self, weight: Tensor) -> PackedLinear:
-        exact = self.pack_linear(weight, None)
-        if not (self.prefers_codes and isinstance(exact, PanelLinear)):
-            return exact
+        whole = self.pack_linear(weight, None)
+        if not (self.prefers_codes and isinstance(whole, PanelLinear)):
+            return whole
         try:
-            return ScreenedLinear(self._calls, weight, exact, self.num_threads)
+            return ScreenedLinear(self._calls, weight, whole, self.num_threads)
         except ValueError as error:
             logger.info("the output head is not screened: %s", error)
-            return exact
+            return whole
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         if isinstance(packed, ScreenedLinear):
-            packed = packed.exact
+            packed = packed.whole
         return linear(self._calls, x, packed, self.num_threads)
 
-    def largest_logits(self, x: Tensor, packed: PackedLinear) -> Tensor:
+    def deciding_logits(self, x: Tensor, packed: PackedLinear, choices: Choices) -> Tensor:
         if not isinstance(packed, ScreenedLinear):
             return self.logits(x, packed)
-        return largest_logits(self._calls, x, packed, self.num_threads)
+        return deciding_logits(self._calls, x, packed, choices, self.num_threads)
 
     def logits(self, x: Tensor, packed: PackedLinear) -> Tensor:
         y = self.linear(x, packed)

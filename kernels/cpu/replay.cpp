@@ -53,7 +53,7 @@ constexpr Function FUNCTIONS[] = {
     Replayed<quire_take_rows>::function,   Replayed<quire_widen>::function,
     Replayed<quire_activate_mul>::function, Replayed<quire_soft_cap>::function,
     Replayed<quire_rope_and_write_kv>::function, Replayed<quire_attention>::function,
-    Replayed<quire_codes_linear>::function, Replayed<quire_largest_logits>::function,
+    Replayed<quire_codes_linear>::function, Replayed<quire_deciding_logits>::function,
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""An output head whose largest elements are found without computing the rest (``screening.cpp``)."""
+"""An output head of which only what decides the next token is computed (``screening.cpp``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.cpu.calls import DTYPE_CODES, Calls
 from kernels.cpu.coded import CodedLinear
 from kernels.cpu.linear import PanelLinear
 from kernels.cpu.panels import panel_columns
-from kernels.interface import PackedLinear
+from kernels.interface import Choices, PackedLinear
 
 
 class _Descriptor(ctypes.Structure):
@@ -25,20 +25,20 @@ class _Descriptor(ctypes.Structure):
 
 
 class ScreenedLinear(PackedLinear):
-    """A weight ``exact`` in panels, and once more in 8 bits, with the error of these codes for each row."""
+    """A weight, ``whole``, in panels, and once more in 8 bits, with the error of these codes for each row."""
 
     screened_rows = 4
-    __slots__ = ("_coded", "_descriptor", "_errors", "address", "exact", "in_features", "out_features")
+    __slots__ = ("_coded", "_descriptor", "_errors", "address", "in_features", "out_features", "whole")
 
-    def __init__(self, calls: Calls, weight: Tensor, exact: PanelLinear, num_threads: int) -> None:
-        """``exact`` is ``weight`` ``[N, K]``, packed without a bias.
+    def __init__(self, calls: Calls, weight: Tensor, whole: PanelLinear, num_threads: int) -> None:
+        """``whole`` is ``weight`` ``[N, K]``, packed without a bias.
 
         Raises ``ValueError`` for weights that cannot be coded.
         """
         weight = weight.detach()
         if weight.stride(1) != 1:
             weight = weight.contiguous()
-        self.exact = exact
+        self.whole = whole
         self.out_features, self.in_features = weight.shape
         self._coded = CodedLinear(calls, weight, 8, None, num_threads)
         self._errors = torch.zeros(panel_columns(calls, self.out_features))
@@ -47,14 +47,16 @@ class ScreenedLinear(PackedLinear):
             *(self._coded.address, DTYPE_CODES[weight.dtype], weight.data_ptr(), weight.stride(0)),
             *(self._errors.data_ptr(), num_threads),
         )
-        self._descriptor = _Descriptor(exact.address, self._coded.address, self._errors.data_ptr())
+        self._descriptor = _Descriptor(whole.address, self._coded.address, self._errors.data_ptr())
         self.address = ctypes.addressof(self._descriptor)
 
 
-def largest_logits(calls: Calls, x: Tensor, packed: ScreenedLinear, num_threads: int) -> Tensor:
-    """:meth:`kernels.interface.Kernels.largest_logits`; raises as :func:`kernels.cpu.linear.linear` does."""
+def deciding_logits(
+    calls: Calls, x: Tensor, packed: ScreenedLinear, choices: Choices, num_threads: int
+) -> Tensor:
+    """:meth:`kernels.interface.Kernels.deciding_logits`; raises as :func:`kernels.cpu.linear.linear` does."""
     rows, depth = x.shape
-    dtype = packed.exact.dtype
+    dtype = packed.whole.dtype
     if x.dtype != dtype or depth != packed.in_features:
         raise ValueError(
             f"x is {x.dtype} with {depth} columns, but the weight is {dtype} with {packed.in_features}"
@@ -64,9 +66,10 @@ def largest_logits(calls: Calls, x: Tensor, packed: ScreenedLinear, num_threads:
         x = x.contiguous()
     y = calls.empty("logits", (rows, packed.out_features), torch.float32)
     failed = calls(
-        "quire_largest_logits",
-        *(packed.address, x.data_ptr(), x.stride(0), rows, y.data_ptr(), num_threads),
+        "quire_deciding_logits",
+        *(packed.address, x.data_ptr(), x.stride(0), rows),
+        *(choices.temperature.data_ptr(), choices.keys.data_ptr(), y.data_ptr(), num_threads),
     )
     if failed:
-        raise MemoryError(f"no memory for the largest logits of {rows} rows")
+        raise MemoryError(f"no memory for the logits of {rows} rows")
     return y

@@ -1,8 +1,13 @@
-// The elements of y = x W^T that may be the largest of their row; all others become minus infinity.
+// The elements of y = x W^T that decide which token a row gets; others become minus infinity.
 //
 // Codes of 8 bits, half as many bytes as bfloat16, tell how large each element is, but for an error whose bound is
 // known. What cannot be the largest even so is not computed. Of the rest, whole panels are, by quire_linear, so every
 // element that is finite has the same bits as in the whole product.
+//
+// A row that draws a token needs its largest element, too, and all of the group that wins the race in sampling.cpp. The
+// sum of a group's weights has bounds, and so has its time in the race. All of a group is computed unless it is too late
+// even if its sum is as large as it can be. The race then has the same winner, because the other groups' sums are too small,
+// and in it the same token.
 //
 // An element is off by at most |w - coded w| |x| (Cauchy and Schwarz), and the rounding of sums. A row of x is coded
 // twice, its codes' error the second time, after which 1/2**14 of it is left. Where x is not finite, nothing is known of
@@ -17,6 +22,7 @@
 #include <new>
 
 #include "code_rows.h"
+#include "draws.h"
 #include "functions.h"
 #include "gemm_vec.h"
 #include "packed_weights.h"
@@ -45,7 +51,9 @@ struct Product {
   const void* x;
   int64_t x_bytes;  // from row to row
   int64_t rows;     // at most kRows
-  float* y;         // [rows][N]
+  const float* temperature;  // [rows], 0 where the largest element is chosen
+  const int64_t* keys;       // [rows], of the draws
+  float* y;                  // [rows][N]
   int threads;
 
   int64_t columns() const { return exact.out_features; }
@@ -105,7 +113,7 @@ QUIRE_INLINE Vec columns_of(const float* row, int64_t panel, int h, int64_t colu
   return some;
 }
 
-// What is roughly in panel `p`, for row `r`, as two vectors: low and high.
+// What the codes say is in panel `p`, for row `r`, as two vectors: low and high.
 struct Rough {
   Vec halves[2];
 
@@ -179,17 +187,17 @@ void compute_panel(const Product& product, int64_t p) {
   }
 }
 
-void multiply(const Product& product) {
-  static thread_local quire::Scratch plane_scratch, rough_scratch;
-  const int64_t size = product.exact.in_features, columns = product.columns();
-  float* const planes = plane_scratch.room<float>(2 * product.rows * size);
-  float* const rough = rough_scratch.room<float>(2 * product.rows * columns);
-  float norms[kRows], limits[kRows];
-  split_rows(product, planes, norms);
-  constexpr int kFloat32 = 2;
-  if (quire_codes_linear(&product.coded, kFloat32, planes, size, 2 * product.rows, rough, product.threads))
-    throw std::bad_alloc();
+// Calls body(begin, end) for ranges of panels, on all threads.
+template <class Body>
+void for_panels(const Product& product, const Body& body) {
+  quire::parallel_ranges(product.panels(), product.threads * kShares, product.threads, body);
+}
+
+// Computes the panels that may have the largest element of a row, and notes them in `done`. All else becomes minus
+// infinity.
+void compute_largest(const Product& product, const float* rough, const float* norms, uint8_t* done) {
   std::atomic<float> least[kRows];
+  float limits[kRows];
   for (int64_t r = 0; r < product.rows; ++r) least[r] = kLeast;
   find_least(product, rough, norms, least);
   for (int64_t r = 0; r < product.rows; ++r) {
@@ -198,18 +206,115 @@ void multiply(const Product& product) {
     const float most = least[r], limit = most - std::fabs(most) * kind.rounding - kTiny;
     limits[r] = limit > kind.largest ? kind.largest : limit;
   }
-  const int64_t panels = product.panels();
-  quire::parallel_ranges(panels, product.threads * kShares, product.threads, [&](int64_t begin, int64_t end) {
+  for_panels(product, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       bool none = true;
       for (int64_t r = 0; r < product.rows && none; ++r)
         none = all_below(product, Rough(product, rough, r, p), p, norms[r], limits[r]);
+      done[p] = !none;
       if (!none) {
         compute_panel(product, p);
         continue;
       }
-      const int64_t there = std::min<int64_t>(columns - p * kWidth, kWidth);
+      const int64_t columns = product.columns(), there = std::min<int64_t>(columns - p * kWidth, kWidth);
       for (int64_t r = 0; r < product.rows; ++r) std::fill_n(product.y + r * columns + p * kWidth, there, kLeast);
+    }
+  });
+}
+
+// Bounds of the weights of LANES neighboring elements from `id` on, of a row whose largest element is `best`.
+struct Bounds {
+  quire::vf low, high;
+};
+
+struct RowOfWeights {
+  const float *y, *rough, *rest, *errors;
+  int64_t columns;
+  float norm, rounding, best, temperature;
+
+  Bounds at(int64_t id) const {
+    using namespace quire;
+    const int there = static_cast<int>(std::min<int64_t>(columns - id, LANES));
+    if (there <= 0) return {vf{}, vf{}};
+    const vf found = load_some(y + id, there), roughly = load_some(rough + id, there) + load_some(rest + id, there);
+    const vf coded = load_some(errors + id, there) * splat(norm), size = roughly < vf{} ? -roughly : roughly;
+    const vf error = coded + (size + coded) * splat(rounding) + splat(kTiny);
+    const vf computed = splat(kLeast);
+    const vf low = found > computed ? found : roughly - error, high = found > computed ? found : roughly + error;
+    Bounds bounds{low == low ? weight(low) : vf{}, weight(high)};  // of what is NaN, nothing is known
+    for (int i = there; i < LANES; ++i) bounds.low[i] = bounds.high[i] = 0.0f;
+    return bounds;
+  }
+
+  quire::vf weight(quire::vf element) const {
+    const quire::vf below = (element - quire::splat(best)) / quire::splat(temperature);
+    return quire::exp_negative(below < quire::vf{} ? below : quire::vf{});
+  }
+};
+
+// Marks the panels of all groups that may win the race of row `r`. Where nothing is known, these are all panels.
+void mark_groups(const Product& product, const float* rough, float norm, int64_t r, const uint8_t* done, float* earliest,
+                 uint8_t* wanted) {
+  const int64_t columns = product.columns(), groups = (columns + quire::GROUPS_OF - 1) / quire::GROUPS_OF;
+  const float* const y = product.y + r * columns;
+  float best = kLeast;
+  for (int64_t p = 0; p < product.panels(); ++p) {
+    for (int64_t i = p * kWidth; done[p] && i < std::min(columns, (p + 1) * kWidth); ++i) best = y[i] > best ? y[i] : best;
+  }
+  if (!(norm <= kLargest && std::fabs(best) <= kLargest)) {
+    std::fill_n(wanted, product.panels(), uint8_t(1));
+    return;
+  }
+  const float* const rows = rough + 2 * r * columns;
+  const RowOfWeights row{y, rows, rows + columns, product.errors, columns, norm, kind_of(product.exact.dtype).rounding,
+                         best, product.temperature[r]};
+  const uint64_t key = static_cast<uint64_t>(product.keys[r]);
+  std::atomic<float> latest{-kLargest};  // minus the time by which some group has certainly arrived
+  const int64_t vectors = (groups + quire::LANES - 1) / quire::LANES;
+  quire::parallel_for(vectors, product.threads * kShares, product.threads, [&](int64_t v) {
+    const int64_t group = v * quire::LANES;
+    Bounds sums{};
+    for (int64_t id = group; id < quire::GROUPS_OF * groups; id += groups) {
+      const Bounds bounds = row.at(id);
+      sums.low += bounds.low, sums.high += bounds.high;
+    }
+    constexpr float kLess = 1.0f - 0x1p-12f, kMore = 1.0f + 0x1p-12f;  // for the rounding of weights, sums and times
+    for (int64_t g = group; g < std::min<int64_t>(groups, group + quire::LANES); ++g) {
+      const float race = static_cast<float>(-std::log(quire::uniform(key, g + quire::GROUP_CANDIDATES)));
+      earliest[g] = race / sums.high[g - group] * kLess;
+      raise(latest, -race / sums.low[g - group] * kMore);
+    }
+  });
+  for (int64_t g = 0; g < groups; ++g) {
+    if (earliest[g] > -latest) continue;
+    for (int64_t id = g; id < columns; id += groups) wanted[id / kWidth] = 1;
+  }
+}
+
+void multiply(const Product& product) {
+  static thread_local quire::Scratch plane_scratch, rough_scratch, time_scratch, panel_scratch;
+  const int64_t size = product.exact.in_features, columns = product.columns(), panels = product.panels();
+  float* const planes = plane_scratch.room<float>(2 * product.rows * size);
+  float* const rough = rough_scratch.room<float>(2 * product.rows * columns);
+  float* const earliest = time_scratch.room<float>(columns / quire::GROUPS_OF + 1);
+  uint8_t *const done = panel_scratch.room<uint8_t>(2 * panels), *const wanted = done + panels;
+  float norms[kRows];
+  split_rows(product, planes, norms);
+  constexpr int kFloat32 = 2;
+  if (quire_codes_linear(&product.coded, kFloat32, planes, size, 2 * product.rows, rough, product.threads))
+    throw std::bad_alloc();
+  compute_largest(product, rough, norms, done);
+  std::fill_n(wanted, panels, uint8_t(0));
+  bool draws = false;
+  for (int64_t r = 0; r < product.rows; ++r) {
+    if (!(product.temperature[r] > 0.0f)) continue;
+    mark_groups(product, rough, norms[r], r, done, earliest, wanted);
+    draws = true;
+  }
+  if (!draws) return;
+  for_panels(product, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      if (wanted[p] && !done[p]) compute_panel(product, p);
     }
   });
 }
@@ -219,10 +324,12 @@ void multiply(const Product& product) {
 
 extern "C" {
 
-// y [rows, N] (float32, dense): the elements of x [rows, K] (`x_stride` elements from row to row) times the screened
-// weight, rounded to its dtype, that may be the largest of their row, and some others; the rest is minus infinity.
+// y [rows, N] (float32, dense): of x [rows, K] (`x_stride` elements from row to row) times the screened weight, rounded to
+// its dtype, the elements that decide which token each row gets, and some others; the rest is minus infinity. Rows
+// with a `temperature` draw a token with their key, without filters; the others, with 0, take the largest element.
 // Returns 1 where memory ran out, else 0.
-int quire_largest_logits(const void* screened, const void* x, int64_t x_stride, int64_t rows, void* y, int threads) {
+int quire_deciding_logits(const void* screened, const void* x, int64_t x_stride, int64_t rows, const float* temperature,
+                          const int64_t* keys, float* y, int threads) {
   using namespace quire_gemm;
   const ScreenedWeight& weight = *static_cast<const ScreenedWeight*>(screened);
   const PackedWeight& exact = *static_cast<const PackedWeight*>(weight.exact);
@@ -230,8 +337,8 @@ int quire_largest_logits(const void* screened, const void* x, int64_t x_stride, 
   return quire::status_of([&] {
     for (int64_t row = 0; row < rows; row += kRows) {
       multiply({exact, *static_cast<const CodedWeight*>(weight.coded), weight.errors,
-                static_cast<const char*>(x) + row * x_bytes, x_bytes, std::min(kRows, rows - row),
-                static_cast<float*>(y) + row * exact.out_features, threads});
+                static_cast<const char*>(x) + row * x_bytes, x_bytes, std::min(kRows, rows - row), temperature + row,
+                keys + row, y + row * exact.out_features, threads});
     }
   });
 }

@@ -1,4 +1,4 @@
-"""Screened output heads: the largest logits are there, with the bits of the whole product."""
+"""Screened output heads: the logits that decide are there, with the bits of the whole product."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kernels.cpu.kernels import CpuKernels
 from kernels.cpu.linear import PanelLinear
-from kernels.cpu.screened import ScreenedLinear, largest_logits
-from kernels.interface import SUPPORTED_DTYPES
+from kernels.cpu.screened import ScreenedLinear, deciding_logits
+from kernels.interface import SUPPORTED_DTYPES, Choices, DrawOptions
 from kernels.reference import ReferenceKernels
 
 # [N, K]: below one panel, off every multiple, odd depths, more columns than threads share.
@@ -33,10 +33,18 @@ def screened(weight: Tensor) -> ScreenedLinear:
     return ScreenedLinear(KERNELS._calls, weight, PanelLinear(KERNELS._calls, weight, None, 2), 2)
 
 
+def greedy(x: Tensor) -> Choices:
+    return Choices(torch.zeros(len(x)), torch.zeros(len(x), dtype=torch.int64))
+
+
 def check(x: Tensor, packed: ScreenedLinear, threads: int = 2) -> Tensor:
     """The largest logits, after a comparison with all of them."""
+    return compare(x, packed, greedy(x), threads)
+
+
+def compare(x: Tensor, packed: ScreenedLinear, choices: Choices, threads: int = 2) -> Tensor:
     every = KERNELS.logits(x, packed)
-    found = largest_logits(KERNELS._calls, x, packed, threads)
+    found = deciding_logits(KERNELS._calls, x, packed, choices, threads)
     assert found.dtype == torch.float32
     assert found.shape == every.shape
     there = found != -math.inf
@@ -57,6 +65,76 @@ def test_the_largest_are_there(shape: tuple[int, int], dtype: torch.dtype) -> No
             check(x, packed, threads)
         strided = random(rows, 2 * shape[1], dtype=dtype, seed=rows)[:, : shape[1]]
         check(strided, packed)
+
+
+def draw(logits: Tensor, choices: Choices) -> Tensor:
+    rows = len(logits)
+    options = DrawOptions(
+        temperature=choices.temperature.where(choices.temperature > 0, 1.0),
+        min_p=torch.zeros(rows),
+        top_k=torch.zeros(rows, dtype=torch.int64),
+        top_p=torch.ones(rows, dtype=torch.float64),
+        num_draws=torch.ones(rows, dtype=torch.int64),
+        keys=choices.keys,
+    )
+    return KERNELS.draw(logits, logits.amax(dim=1, keepdim=True), options)
+
+
+def check_draws(x: Tensor, packed: ScreenedLinear, temperature: Tensor, seed: int) -> Tensor:
+    """The logits that decide, after a comparison of the tokens that they and all logits give."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randint(-(2**63), 2**63 - 1, (len(x),), generator=generator)
+    choices = Choices(temperature, keys)
+    found = compare(x, packed, choices)
+    every = KERNELS.logits(x, packed)
+    random = temperature > 0
+    assert torch.equal(draw(found, choices)[random], draw(every, choices)[random])
+    return found
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [*SHAPES, (6000, 48)], ids=str)
+@pytest.mark.parametrize("temperature", [0.02, 0.3, 1.0, 2.5, 100.0])
+def test_draws_are_the_same(shape: tuple[int, int], dtype: torch.dtype, temperature: float) -> None:
+    """Of logits near each other, and of some that stand out."""
+    packed = screened(random(*shape, dtype=dtype))
+    for rows in (1, 2, 4, 9):
+        for scale in (0.1, 1.0, 4.0):
+            x = random(rows, shape[1], seed=rows) * scale
+            for seed in range(6):
+                check_draws(x.to(dtype), packed, torch.full((rows,), temperature), seed)
+
+
+@dtypes
+def test_greedy_and_random_rows_share_a_step(dtype: torch.dtype) -> None:
+    weight = random(5000, 64, dtype=dtype)
+    packed = screened(weight)
+    for seed in range(20):
+        x = random(5, 64, dtype=dtype, seed=seed)
+        check_draws(x, packed, torch.tensor([0.0, 1.0, 0.0, 0.7, 3.0]), seed)
+
+
+@dtypes
+def test_few_groups_are_computed_for_a_draw(dtype: torch.dtype) -> None:
+    """A group is one token in 64; bounds leave a few groups of them."""
+    weight = random(48_000, 256, dtype=dtype)
+    packed = screened(weight)
+    x = (random(1, 256, seed=3) * 0.2).to(dtype)  # logits of about 3
+    counts = []
+    for seed in range(20):
+        found = check_draws(x, packed, torch.ones(1), seed)
+        counts.append(int((found != -math.inf).sum()) / 48_000)
+    assert sum(counts) / 20 < 0.25
+    assert max(counts) < 0.5
+
+
+def test_every_key_draws_what_all_logits_give() -> None:
+    """Draws as often as bounds that are a little too narrow would be found out."""
+    weight = random(4096, 32, dtype=torch.bfloat16)
+    packed = screened(weight)
+    x = random(8, 32, dtype=torch.bfloat16, seed=1) * 0.5
+    for seed in range(300):
+        check_draws(x, packed, torch.full((8,), 0.5 + seed % 3), seed)
 
 
 @dtypes
@@ -96,6 +174,18 @@ def test_the_first_of_logits_that_round_to_the_same() -> None:
 
 
 @dtypes
+def test_what_the_codes_of_a_weight_leave_out_counts(dtype: torch.dtype) -> None:
+    """Beside 127, the codes of 0.45 are 0: the codes say 0 of the row whose logit is the largest."""
+    x = torch.ones(1, 32, dtype=dtype)
+    x[0, 0] = 0.0
+    weight = torch.zeros(96, 32, dtype=dtype)
+    weight[0, 1:] = 0.4375
+    weight[64, 0] = 127.0
+    weight[64, 1:] = 0.453125
+    assert int(check(x, screened(weight)).argmax()) == 64
+
+
+@dtypes
 def test_what_the_codes_of_x_leave_out_counts(dtype: torch.dtype) -> None:
     """Beside 127, the codes of 0.49 are 0, but 31 of them make the largest logit."""
     x = torch.full((1, 32), 0.49, dtype=dtype)
@@ -117,8 +207,10 @@ def test_rows_of_which_nothing_is_known(dtype: torch.dtype) -> None:
     x[4] = torch.finfo(dtype).max
     x[5] = torch.finfo(dtype).tiny
     every = KERNELS.logits(x, packed)
-    found = largest_logits(KERNELS._calls, x, packed, 2)
-    assert torch.equal(every.nan_to_num(7.0), found.nan_to_num(7.0))  # one row computes a panel for all
+    for temperature in (0.0, 1.0):  # one row computes a panel for all
+        choices = Choices(torch.full((6,), temperature), torch.arange(6))
+        found = deciding_logits(KERNELS._calls, x, packed, choices, 2)
+        assert torch.equal(every.nan_to_num(7.0), found.nan_to_num(7.0))
     for row in (0, 4, 5):
         check(x[row : row + 1], packed)
 
@@ -129,8 +221,11 @@ def test_rows_of_which_nothing_is_known(dtype: torch.dtype) -> None:
     st.floats(-12.0, 12.0),
     st.floats(-12.0, 4.0),
     st.integers(0, 8),
+    st.floats(0.001, 50.0),
 )
-def test_any_scale(seed: int, dtype: torch.dtype, x_scale: float, weight_scale: float, outliers: int) -> None:
+def test_any_scale(
+    seed: int, dtype: torch.dtype, x_scale: float, weight_scale: float, outliers: int, temperature: float
+) -> None:
     """Rows of different lengths, single large elements, and columns that are much larger than the others."""
     weight = random(600, 72, seed=seed) * 2.0**weight_scale
     weight *= 2.0 ** random(600, 1, seed=seed + 1)
@@ -140,7 +235,9 @@ def test_any_scale(seed: int, dtype: torch.dtype, x_scale: float, weight_scale: 
         x[place % 2, (seed + 7 * place) % 72] *= 100.0
     limit = torch.finfo(dtype).max
     x, weight = x.clamp(-limit, limit), weight.clamp(-60000, 60000)
-    check(x.to(dtype), screened(weight.to(dtype)))
+    packed = screened(weight.to(dtype))
+    if check(x.to(dtype), packed).amax(dim=1).isfinite().all():
+        check_draws(x.to(dtype), packed, torch.full((2,), temperature), seed)
 
 
 def test_bounds_hold_for_the_worst_rows() -> None:
@@ -164,19 +261,23 @@ def test_what_cannot_be_coded_is_not_screened(monkeypatch: pytest.MonkeyPatch) -
     weight[5, 5] = math.nan
     packed, x = KERNELS.pack_head(weight), random(1, 64)
     assert isinstance(packed, PanelLinear)
-    assert torch.equal(KERNELS.largest_logits(x, packed).isnan(), KERNELS.logits(x, packed).isnan())
+    assert torch.equal(KERNELS.deciding_logits(x, packed, greedy(x)).isnan(), KERNELS.logits(x, packed).isnan())
 
 
 def test_errors_of_use() -> None:
     packed = screened(random(64, 64, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"x is torch\.float32 with 64 columns, but the weight is torch"):
-        largest_logits(KERNELS._calls, random(1, 64), packed, 1)
+    x, narrow = random(1, 64), random(1, 63, dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"x is torch\.float32 with 64 columns, but the weight is torch\.bfloat16"
+    ):
+        deciding_logits(KERNELS._calls, x, packed, greedy(x), 1)
     with pytest.raises(ValueError, match=r"with 63 columns, but the weight is torch\.bfloat16 with 64"):
-        largest_logits(KERNELS._calls, random(1, 63, dtype=torch.bfloat16), packed, 1)
-    assert largest_logits(KERNELS._calls, random(0, 64, dtype=torch.bfloat16), packed, 1).shape == (0, 64)
+        deciding_logits(KERNELS._calls, narrow, packed, greedy(narrow), 1)
+    none = random(0, 64, dtype=torch.bfloat16)
+    assert deciding_logits(KERNELS._calls, none, packed, greedy(none), 1).shape == (0, 64)
 
 
 def test_other_kernels_return_all_logits() -> None:
     kernels, weight, x = ReferenceKernels(), random(50, 16), random(2, 16, seed=1)
     packed = kernels.pack_head(weight)
-    assert torch.equal(kernels.largest_logits(x, packed), kernels.logits(x, packed))
+    assert torch.equal(kernels.deciding_logits(x, packed, greedy(x)), kernels.logits(x, packed))

@@ -24,6 +24,7 @@ from engine.scheduling.candidates import Candidates
 from engine.scheduling.sequence import ScheduledChunk, SequenceGroup
 from engine.seeds import sequence_seed
 from kernels import AttentionMetadata, PackedLinear
+from kernels.interface import Choices
 
 PROMPT = [5, 17, 42, 8, 61, 33, 90, 12, 4]
 SEED = 77
@@ -126,28 +127,42 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.mark.parametrize(
-    ("params", "largest"),
+    ("params", "temperatures"),
     [
-        ([GREEDY], True),
-        ([GREEDY, SamplingParams(temperature=0.0, max_tokens=3, stop_token_ids=(7,))], True),
-        ([SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(7,))], False),
-        ([SamplingParams(temperature=0.0, logprobs=0)], False),
-        ([GREEDY, SamplingParams(temperature=1.0)], False),
-        ([SamplingParams(temperature=0.0, logit_bias={5: 1.0})], False),
-        ([SamplingParams(temperature=0.0, repetition_penalty=1.1)], False),
-        ([SamplingParams(temperature=0.0, presence_penalty=0.5)], False),
+        ([GREEDY], [0.0]),
+        ([GREEDY, SamplingParams(temperature=0.0, max_tokens=3, stop_token_ids=(7,))], [0.0, 0.0]),
+        ([GREEDY, SamplingParams(temperature=0.5), GREEDY], [0.0, 0.5, 0.0]),
+        ([SamplingParams(), SamplingParams(temperature=0.5)], [1.0, 0.5]),
+        ([SamplingParams(temperature=0.0, top_k=5, top_p=0.5)], [0.0]),
+        ([SamplingParams(top_k=5)], None),
+        ([SamplingParams(top_p=0.5)], None),
+        ([SamplingParams(min_p=0.5)], None),
+        ([SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(7,))], None),
+        ([GREEDY, SamplingParams(temperature=0.0, logprobs=0)], None),
+        ([SamplingParams(temperature=0.0, logit_bias={5: 1.0})], None),
+        ([SamplingParams(temperature=0.0, repetition_penalty=1.1)], None),
+        ([SamplingParams(temperature=0.0, presence_penalty=0.5)], None),
+        ([GREEDY] * 5, None),
+        ([GREEDY, SamplingParams(), SamplingParams()], None),
     ],
-    ids=["greedy", "stop tokens", "min_tokens", "logprobs", "a random one", "bias", "repetition", "presence"],
+    ids=[
+        *("greedy", "stop tokens", "a random one", "random ones", "greedy with filters", "top_k", "top_p"),
+        *("min_p", "min_tokens", "logprobs", "bias", "repetition", "presence", "too many", "too many draws"),
+    ],
 )
-def test_only_greedy_steps_leave_logits_out(
-    runner: ModelRunner, params: list[SamplingParams], largest: bool, monkeypatch: pytest.MonkeyPatch
+def test_which_steps_leave_logits_out(
+    runner: ModelRunner,
+    params: list[SamplingParams],
+    temperatures: list[float] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever needs more than the largest logit gets all of them."""
+    """Whatever takes more than largest logits or draws without filters gets all."""
+    monkeypatch.setattr(runner.decoder, "screened_rows", 4)
     forward, asked = runner._steps.forward, []
 
-    def noted(batch: Batch, largest: bool = False) -> Tensor:
-        asked.append(largest)
-        return forward(batch, largest)
+    def noted(batch: Batch, choices: Choices | None = None) -> Tensor:
+        asked.append(None if choices is None else choices.temperature.tolist())
+        return forward(batch, choices)
 
     monkeypatch.setattr(runner._steps, "forward", noted)
     chunks = [chunk(each) for each in params]
@@ -158,8 +173,18 @@ def test_only_greedy_steps_leave_logits_out(
     seen: list[Tensor] = []
     monkeypatch.setattr(runner, "on_logits", lambda sequences, logits: seen.append(logits.clone()))
     runner.run([chunk(each) for each in params])
-    assert asked == [largest, False]
+    assert asked == [temperatures, None]
     assert seen[0].isfinite().all(), "who looks at logits gets all"
+
+
+def test_screened_steps_choose_as_others_do(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(100):
+        temperatures = (0.0, 0.6) if seed % 2 else (1.0, 1.7)
+        chunks = [chunk(SamplingParams(temperature=each), seed=seed) for each in temperatures]
+        screened = runner.run(chunks)
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.decoder, "screened_rows", 0)
+            assert runner.run(chunks) == screened
 
 
 def test_the_cache_hears_of_each_block_that_a_step_writes(

@@ -18,6 +18,7 @@ from engine.execution.recorded_steps import _Kind, _Size, runs_whole
 from kernels.cpu.build import BuildError, find_compilers
 from kernels.cpu.calls import CallRecording
 from kernels.cpu.linear import prefers_onednn
+from kernels.interface import Choices
 
 try:
     find_compilers()
@@ -31,12 +32,12 @@ def check_every_step(engine: Engine) -> list[tuple[_Size, bool]]:
     forward, pool = runner._steps.forward, runner.kv_cache.pool
     steps: list[tuple[_Size, bool]] = []
 
-    def both(batch: Batch, largest: bool = False) -> Tensor:
+    def both(batch: Batch, choices: Choices | None = None) -> Tensor:
         before = pool.clone()
-        recorded = forward(batch, largest).clone()
+        recorded = forward(batch, choices).clone()
         written = pool.clone()
         pool.copy_(before)
-        plain = runner.decoder.forward(batch.token_ids, pool, batch.metadata, batch.sample_rows, largest)
+        plain = runner.decoder.forward(batch.token_ids, pool, batch.metadata, batch.sample_rows, choices)
         assert not plain.numel() or plain.data_ptr() != recorded.data_ptr()
         assert torch.equal(recorded.view(torch.int32), plain.view(torch.int32))
         bits = torch.int16 if pool.element_size() == 2 else torch.int32
