@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import Protocol
@@ -17,6 +18,9 @@ from tokenizers import Tokenizer
 from engine.errors import ConfigError
 
 REPLACEMENT = "\ufffd"
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
+"""What the tokenizers' step ByteFallback takes for a byte, a sign included."""
 
 
 class Detokenizer(Protocol):
@@ -47,6 +51,7 @@ class TextDecoder:
         self._special = {i: token.content for i, token in added if token.special}
         self._pieces: dict[int, bytes] = {}
         self._byte_level = kinds == ["ByteLevel"]
+        self._has_bytes = "ByteFallback" in kinds
         self._space = ""
         self._strips_first_space = False
         if not self._byte_level:
@@ -117,8 +122,8 @@ class TextDecoder:
     def _text_piece(self, token_id: int) -> str | int:
         """A token's text, or its value if it stands for one byte."""
         token = "" if token_id in self._special else self._backend.id_to_token(token_id) or ""
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return int(token[3:5], 16)
+        if self._has_bytes and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return int(byte[1], 16)
         return token.replace(self._space, " ") if self._space else token
 
 

@@ -118,6 +118,19 @@ def test_sentence_piece_bytes_that_are_no_character_are_replaced_one_by_one(valu
     ) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("byte_fallback", [True, False])
+def test_what_stands_for_a_byte_is_what_the_tokenizer_takes_for_one(byte_fallback: bool) -> None:
+    odd = ["ZZ", "_1", "1_", " 1", "1 ", "-1", "+1", "41", "4a", "4A", "\u0664\u0661", "\u00e9", "411"]
+    vocabulary = {token: i for i, token in enumerate(["x", *(f"<0x{digits}>" for digits in odd)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=byte_fallback))
+    steps: list[decoders.Decoder] = [decoders.ByteFallback()] if byte_fallback else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), *steps, decoders.Fuse()])
+    decoder = TextDecoder(tokenizer)
+    for token_id in range(len(vocabulary)):
+        ids = [0, token_id, 0]
+        assert "".join(deltas_of(decoder.detokenizer(continues_text=False), ids)) == tokenizer.decode(ids)
+
+
 def test_a_continued_prompt_keeps_the_space_before_its_next_word() -> None:
     tokenizer = sentence_piece()
     ids = [tokenizer.token_to_id("▁world"), tokenizer.token_to_id("!")]
