@@ -368,7 +368,8 @@ class LLM:
         """A sequence's text, the same as if there were stop strings to look for."""
         decoder = self._decoder
         if isinstance(decoder, str):
-            return str(self.tokenizer.decode(made, skip_special_tokens=True))
+            shown = made[:-1] if reason is FinishReason.STOP else made
+            return str(self.tokenizer.decode(shown, skip_special_tokens=True))
         return _output_text(decoder, continues_text, (), 0).push(made, reason)
 
     def _result(self, collected: _Collected, continues_text: bool, decodes: bool) -> RequestResult:

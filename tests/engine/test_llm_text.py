@@ -154,6 +154,8 @@ def test_stop_strings_in_text_of_an_unknown_kind_are_refused_before_anything_run
     assert llm.engine.stats().scheduler.generated_tokens == 0
     for _ in range(2):
         assert [result.text for result in llm.generate([[3], [4]], only)] == ["\u2581w5 \u2581w5"] * 2
+    (stopped,) = llm.generate([[3]], SamplingParams(temperature=0, stop_token_ids=(5,), allowed_token_ids=(5,)))
+    assert (stopped.token_ids, stopped.finish_reason, stopped.text) == ([5], FinishReason.STOP, "")
     assert len(tried) == 1
 
 
