@@ -167,18 +167,18 @@ def main(folder: str, vocab_size: int, end_token_ids: list[int]) -> None:
     tokenizer = load_llg_tokenizer(folder, vocab_size, end_token_ids)
     _limit_memory()
     for line in sys.stdin:
-        sys.stdout.write(_in_child(tokenizer, line.encode()) + "\n")
+        sys.stdout.write(_in_child(tokenizer, line.encode(), vocab_size) + "\n")
         sys.stdout.flush()
 
 
-def _in_child(tokenizer: LLTokenizer, question: bytes) -> str:
+def _in_child(tokenizer: LLTokenizer, question: bytes, vocab_size: int) -> str:
     """The answer, or how the child has ended without one."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
             os.close(sys.stdout.fileno())  # whoever reads it must see at once when the parent is killed
-            answer = _answer(tokenizer, question).encode()
+            answer = _answer(tokenizer, question, vocab_size).encode()
             with open(writing, "wb") as pipe:
                 pipe.write(answer)
             os._exit(0)
@@ -191,12 +191,12 @@ def _in_child(tokenizer: LLTokenizer, question: bytes) -> str:
     return json.dumps({"ended": code}) if code else answer.decode()
 
 
-def _answer(tokenizer: LLTokenizer, question: bytes) -> str:
+def _answer(tokenizer: LLTokenizer, question: bytes, vocab_size: int) -> str:
     form = StructuredOutput(**json.loads(question))
     signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # its signal ends the process
     try:
         grammar = lowered(form)
-        build_grammar(tokenizer, form, grammar)
+        build_grammar(tokenizer, form, grammar, vocab_size)
         return json.dumps({"grammar": grammar})
     except InvalidRequestError as error:
         return json.dumps({"error": error.message})

@@ -37,6 +37,8 @@ WORKERS = 2
 KEPT = 64
 """Grammars and refusals that are kept."""
 
+KEPT_BYTES = 1 << 30
+"""Bytes that the states of kept grammars may take. What running sequences use stays as long as they run."""
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +138,7 @@ class GrammarCompiler:
                 kept = error
             with self._lock:
                 self._kept[form] = kept
-                while len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
+        self._make_room()
         if isinstance(kept, InvalidRequestError):
             raise InvalidRequestError(kept.message, kept.param, kept.code)
         with self._lock:
@@ -156,6 +157,15 @@ class GrammarCompiler:
         with self._lock:
             self._kept.pop(form, None)
 
+    def _make_room(self) -> None:
+        """Keep no more than there is room for: those that were used last."""
+        with self._lock:
+            room = KEPT_BYTES
+            for number, (form, kept) in enumerate(reversed(list(self._kept.items()))):
+                room -= kept.form.lexer.most_bytes if isinstance(kept, Grammar) else 0
+                if number >= KEPT or (number and room < 0):
+                    del self._kept[form]
+
     def close(self) -> None:
         """End the processes. What is being compiled or waits for it fails at once, as do later calls."""
         for checker in self._checkers:
@@ -173,7 +183,7 @@ class GrammarCompiler:
     def _compiled(self, form: StructuredOutput) -> Grammar:
         tokenizer = self._loaded()
         if not self._checked:
-            return build_grammar(tokenizer, form, lowered(form))
+            return build_grammar(tokenizer, form, lowered(form), self._vocab_size)
         checker = self._idle.get()
         try:
             grammar = checker.check(form)
@@ -184,7 +194,7 @@ class GrammarCompiler:
             raise
         finally:
             self._idle.put(checker)
-        return build_grammar(tokenizer, form, grammar)
+        return build_grammar(tokenizer, form, grammar, self._vocab_size)
 
     def _loaded(self) -> LLTokenizer:
         with self._loading:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from time import thread_time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +27,45 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 MAX_REASON = 300
 """Maximum number of characters of the library's message in an error."""
 
+MAX_STATES = 50_000
+"""States of a lexer. Outputs that differ share many of them: one with a string of up to 4,000 characters takes
+about 20,000, and many take little more."""
+
+MAX_LEXER_BYTES = 48 << 20
+"""Bytes of the states of a lexer; most take a fifth of that."""
+
+LEXER_BYTES_PER_S = 200 << 20
+"""Bytes of states that a lexer can add in a second of CPU time; the fastest ones added 157 MiB."""
+
 _NOTHING = "no output can match it"
+
+
+class Lexer:
+    """A grammar compiled once. Its matchers share the lexer's states, which only ever increase."""
+
+    def __init__(self, start: LLMatcher) -> None:
+        self._start = start
+        self.followed_s = 0.0
+        """CPU time of following its matchers."""
+
+    def matcher(self) -> LLMatcher:
+        """A matcher at the beginning of an output."""
+        return self._start.deep_copy()
+
+    @property
+    def most_bytes(self) -> int:
+        """What its states may take; the library does not tell their number."""
+        return int(min(self.followed_s * LEXER_BYTES_PER_S, MAX_LEXER_BYTES))
+
+
+class CompiledForm:
+    """What all clients share of a form: the ``lexer`` of new sequences, and what compiles another."""
+
+    def __init__(self, lexer: Lexer, compiled: Callable[[], LLMatcher], compile_s: float) -> None:
+        self.lexer = lexer
+        self.compiled = compiled
+        self.compile_s = compile_s
+        """CPU time that compiling it took."""
 
 
 class Grammar:
@@ -33,9 +74,10 @@ class Grammar:
     ``budget`` bounds the time of following them: that of the client whose requests it holds.
     """
 
-    def __init__(self, start: LLMatcher, tokenizer: LLTokenizer) -> None:
-        self._start = start
-        self.mask_words = -(-tokenizer.vocab_size // 32)  # of 32 tokens each
+    def __init__(self, form: CompiledForm, tokenizer: LLTokenizer, vocab_size: int) -> None:
+        self.form = form
+        self.vocab_size = vocab_size
+        self.mask_words = -(-tokenizer.vocab_size // 32)  # of 32 tokens each; the model may have fewer
         self.end_token_ids = frozenset(tokenizer.eos_tokens)
         self.budget = FollowBudget()
 
@@ -45,13 +87,11 @@ class Grammar:
         found.budget = budget
         return found
 
-    def matcher(self) -> LLMatcher:
-        """A matcher at the beginning of an output."""
-        return self._start.deep_copy()
-
 
 def load_llg_tokenizer(folder: str | Path, vocab_size: int, end_token_ids: list[int]) -> LLTokenizer:
     """The vocabulary of the model in ``folder`` as the library needs it: the bytes of each token.
+
+    It is larger than the model's, ``vocab_size``, if the tokenizer has more tokens, such as one for padding.
 
     Raises:
         ConfigError: there is no tokenizer.
@@ -61,7 +101,13 @@ def load_llg_tokenizer(folder: str | Path, vocab_size: int, end_token_ids: list[
 
     file = Path(folder) / "tokenizer.json"
     source = str(file) if file.is_file() else load_tokenizer(folder).backend_tokenizer.to_str()
-    return LLTokenizer(source, n_vocab=vocab_size, eos_token=end_token_ids)
+    try:
+        return LLTokenizer(source, n_vocab=vocab_size, eos_token=end_token_ids)
+    except ValueError:
+        larger = LLTokenizer(source, eos_token=end_token_ids)
+        if larger.vocab_size <= vocab_size:
+            raise
+        return larger
 
 
 def lowered(form: StructuredOutput) -> str:
@@ -91,9 +137,12 @@ def lowered(form: StructuredOutput) -> str:
         raise refused(form, str(error)) from error
 
 
-def build_grammar(tokenizer: LLTokenizer, form: StructuredOutput, grammar: str) -> Grammar:
+def build_grammar(
+    tokenizer: LLTokenizer, form: StructuredOutput, grammar: str, vocab_size: int | None = None
+) -> Grammar:
     """Compile ``grammar``, which is ``form`` lowered, work out what an output may begin with, and try a token.
 
+    ``vocab_size`` is the model's, unless it has all tokens of the tokenizer.
     Takes no Python lock. The time that it may take has no bound: see :mod:`engine.structured.checker`.
 
     Raises:
@@ -105,23 +154,29 @@ def build_grammar(tokenizer: LLTokenizer, form: StructuredOutput, grammar: str) 
         initial_lexer_fuel=500_000,
         step_lexer_fuel=100_000,  # about 7 ms
         step_max_items=20_000,  # about 1 ms
-        max_lexer_states=20_000,  # about 40 MB
+        max_lexer_states=MAX_STATES,
         max_grammar_size=200_000,
         verbose_errors=False,
     )
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    began = thread_time()
+    compiled = partial(LLMatcher, tokenizer, grammar, log_level=0, limits=limits)
+    matcher = compiled()
+    compile_s = thread_time() - began
     if not matcher.is_error():
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
     if matcher.is_error():
         raise refused(form, matcher.get_error())
-    tokens = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+    vocab_size = vocab_size or tokenizer.vocab_size
+    tokens = np.flatnonzero(np.unpackbits(mask, bitorder="little")[:vocab_size]).tolist()
+    if not tokens:
+        raise refused(form, _NOTHING)
     first = next((token for token in tokens if token not in tokenizer.eos_tokens), None)
     if first is not None:
         after = matcher.deep_copy()
         after.consume_tokens([first])
         if after.is_error():
             raise refused(form, after.get_error())
-    return Grammar(matcher, tokenizer)
+    return Grammar(CompiledForm(Lexer(matcher), compiled, compile_s), tokenizer, vocab_size)
 
 
 def refused(form: StructuredOutput, reason: str) -> InvalidRequestError:

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from time import thread_time
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.structured.budget import TOKEN_S
-from engine.structured.grammar import Grammar, plain
+from engine.structured.grammar import Grammar, Lexer, plain
+
+RESTART_S = 0.05
+"""Time that a restart may take: compiling, as far as that is known before, and following the output."""
+
+RESTART_TOKENS = 4
+"""Tokens as long as which a restart may take before it counts as an excess."""
+
+SOON = 256
+"""Tokens: a sequence that restarts again before it has made so many shares no states from then on."""
+
+_PIECE = 16
+"""Tokens that are followed again between two looks at the clock."""
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 _BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
 
@@ -18,21 +34,29 @@ class Matcher:
     """Follows the output of one sequence, from its first token on.
 
     It only knows tokens, so a sequence that was preempted, forked, or moved here needs no more than its output.
+    Its lexer may be full of the states of others, of other clients, too. It then restarts with another lexer.
     """
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
-        self._matcher = grammar.matcher()
-        self._advanced = 0  # tokens of the output
-        self.mask: NDArray[np.int32] = np.empty(grammar.mask_words, dtype=np.int32)
-        """The tokens that may come next, as of the last :meth:`advance`: bit ``t % 32`` of word ``t // 32``."""
+        self._lexer = grammar.form.lexer
+        self._matcher = self._lexer.matcher()
+        self._tokens: list[int] = []  # of the output
+        self._restarted = -SOON  # tokens that the output had then
+        self._alone = False  # its last restart was with a lexer of its own
+        self._filled: NDArray[np.int32] = np.empty(grammar.mask_words, dtype=np.int32)
+        words, bits = divmod(grammar.vocab_size, 32)
+        self._last = (words, (1 << bits) - 1) if bits else None  # a word in part, and its bits
+        self.mask: NDArray[np.int32] = self._filled[: words + bool(bits)]
+        """The tokens of the model that may come next, as of the last :meth:`advance`: bit ``t % 32`` of word
+        ``t // 32``."""
 
-        self._address = self.mask.ctypes.data
+        self._address = self._filled.ctypes.data
 
     @property
     def advanced(self) -> int:
         """Tokens of the output that it has followed."""
-        return self._advanced
+        return len(self._tokens)
 
     def advance(self, tokens: Sequence[int], unwanted: Iterable[int]) -> str | None:
         """Follow ``tokens``, the next ones of the output, and fill :attr:`mask`; return what went wrong.
@@ -40,20 +64,61 @@ class Matcher:
         If something did, the mask allows every token. Otherwise it excludes ``unwanted`` tokens
         unless nothing else may come next, and allows end-of-sequence tokens exactly when the output may end.
         """
-        matcher, began = self._matcher, thread_time()
+        began, paid = thread_time(), len(tokens)
         if tokens:
-            matcher.consume_tokens(tokens if isinstance(tokens, list) else list(tokens))
-            self._advanced += len(tokens)
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(self._address, self.mask.nbytes)
-        if matcher.is_error():
+            self._tokens.extend(tokens)
+            self._matcher.consume_tokens(self._tokens[-len(tokens) :])
+        error = None
+        if not self._fill(self._matcher):
+            # Whatever the library says: a full lexer may also say that an allowed token does not fit.
+            error = plain(self._matcher.get_error())
+            soon, again = len(self._tokens) - self._restarted < SOON, self._alone
+            if self._restart(began, alone=soon):
+                error = None
+                paid += 0 if soon and again else RESTART_TOKENS
+        took_s = thread_time() - began
+        self._lexer.followed_s += took_s
+        if not self._grammar.budget.spend(took_s, paid) and error is None:
+            error = f"following it takes more than {TOKEN_S * 1000:g} ms per token; simplify it"
+        if error is not None:
             self.mask.fill(-1)
-            return plain(matcher.get_error())
-        if not self._grammar.budget.spend(thread_time() - began, len(tokens)):
-            self.mask.fill(-1)
-            return f"following it takes more than {TOKEN_S * 1000:g} ms per token; simplify it"
+            return error
+        if self._last is not None:
+            word, bits = self._last
+            self.mask[word] &= bits
         self._leave_out(unwanted)
         return None
+
+    def _fill(self, matcher: LLMatcher) -> bool:
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(self._address, self._filled.nbytes)
+        return not matcher.is_error()
+
+    def _restart(self, began: float, *, alone: bool) -> bool:
+        """Follow the output with another lexer, whose states others share unless it is ``alone``."""
+        form = self._grammar.form
+        self._restarted, self._alone = len(self._tokens), alone
+        if not alone and form.lexer is not self._lexer and self._follow(form.lexer, began):
+            return True  # another sequence has restarted with it
+        if form.compile_s > RESTART_S:
+            return False
+        lexer = Lexer(form.compiled())
+        if not alone:
+            form.lexer = lexer
+        return self._follow(lexer, began)
+
+    def _follow(self, lexer: Lexer, began: float) -> bool:
+        """Follow the whole output with ``lexer``, unless that takes too long or too many states."""
+        matcher = lexer.matcher()
+        for first in range(0, len(self._tokens), _PIECE):
+            if thread_time() - began > RESTART_S:
+                return False
+            if not matcher.consume_tokens(self._tokens[first : first + _PIECE]):
+                return False
+        if not self._fill(matcher):
+            return False
+        self._lexer, self._matcher = lexer, matcher
+        return True
 
     def _leave_out(self, unwanted: Iterable[int]) -> None:
         mask = self.mask

@@ -27,6 +27,20 @@ STRUCTURED: list[Fault] = [
         "a schema that no output can match is found out only when the request runs",
     ),
     Fault(
+        "engine/structured/matcher.py",
+        "            if self._restart(began, alone=soon):\n",
+        "            if False:\n",
+        _GRAMMARS,
+        "outputs of one client fail those of another with the same form",
+    ),
+    Fault(
+        "engine/structured/matcher.py",
+        "            self.mask[word] &= bits\n",
+        "            pass\n",
+        _GRAMMARS,
+        "tokens that the model does not have are allowed",
+    ),
+    Fault(
         "engine/structured/checker.py",
         "    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # its signal ends the process\n",
         "",
@@ -105,7 +119,7 @@ STRUCTURED: list[Fault] = [
     ),
     Fault(
         "engine/structured/matcher.py",
-        "        if not self._grammar.budget.spend(thread_time() - began, len(tokens)):\n",
+        "        if not self._grammar.budget.spend(took_s, paid) and error is None:\n",
         "        if False:\n",
         _ENGINE,
         "a form that takes long to follow holds up everyone's steps",
@@ -119,8 +133,8 @@ STRUCTURED: list[Fault] = [
     ),
     Fault(
         "engine/structured/matcher.py",
-        "            self._advanced += len(tokens)\n",
-        "            self._advanced += 1\n",
+        "            self._tokens.extend(tokens)\n",
+        "            self._tokens.append(tokens[-1])\n",
         _ENGINE,
         "a request that moved follows its output twice",
     ),

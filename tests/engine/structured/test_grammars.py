@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer, decoders, models
@@ -23,8 +26,8 @@ from engine.structured.budget import BURST_S, SHARE, TOKEN_S, FollowBudget, Foll
 from engine.structured.budget import KEPT as BUDGETS
 from engine.structured.checker import NICENESS, GrammarChecker
 from engine.structured.compiler import KEPT, WORKERS, GrammarCompiler
-from engine.structured.grammar import build_grammar, load_llg_tokenizer, lowered
-from engine.structured.matcher import Matcher
+from engine.structured.grammar import MAX_LEXER_BYTES, build_grammar, load_llg_tokenizer, lowered
+from engine.structured.matcher import RESTART_S, Matcher
 from engine.structured.round_robin_queue import RoundRobinQueue
 from engine.structured_output import MAX_CHOICES, StructuredOutput
 
@@ -39,7 +42,7 @@ def tokenizer(bundled_model: Path) -> LLTokenizer:
 
 def matches(tokenizer: LLTokenizer, form: StructuredOutput, text: str) -> bool:
     """Whether ``text`` can be written token by token, and may end there."""
-    matcher = build_grammar(tokenizer, form, lowered(form)).matcher()
+    matcher = build_grammar(tokenizer, form, lowered(form)).form.lexer.matcher()
     return bool(matcher.consume_tokens(tokenizer.tokenize_str(text))) and matcher.is_accepting()
 
 
@@ -127,6 +130,137 @@ def test_byte_fallback_vocabularies(tmp_path: Path) -> None:
     assert allowed() == {2}
 
 
+def test_a_tokenizer_may_have_more_tokens_than_the_model(bundled_model: Path, tmp_path: Path) -> None:
+    """As where a padding token was added without a row for it; also within a word of the mask."""
+    description = json.loads((bundled_model / "tokenizer.json").read_text())
+    padding = {"id": VOCABULARY, "content": "<pad>", "special": True, "normalized": False}
+    sides = {"single_word": False, "lstrip": False, "rstrip": False}
+    description["added_tokens"].append({**padding, **sides})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    form = StructuredOutput("regex", r"(?s:.)*")
+    for size in (VOCABULARY, VOCABULARY - 5):
+        compiler = GrammarCompiler(tmp_path, size, (END,), checked=False)
+        matcher, expected = Matcher(compiler.compile(form)), np.zeros(VOCABULARY, dtype=np.uint8)
+        assert matcher.advance([], ()) is None
+        allowed = np.unpackbits(matcher.mask.view(np.uint8), bitorder="little")
+        plain = Matcher(GrammarCompiler(bundled_model, VOCABULARY, (END,), checked=False).compile(form))
+        assert plain.advance([], ()) is None
+        expected[:size] = np.unpackbits(plain.mask.view(np.uint8), bitorder="little")[:size]
+        assert allowed.tolist() == expected.tolist()
+        only_padding = StructuredOutput("grammar", "start: <pad>")
+        with pytest.raises(InvalidRequestError, match="no output can match it"):
+            compiler.compile(only_padding)
+
+
+TEXT = schema(type="object", properties={"text": {"type": "string", "maxLength": 4000}}, required=["text"])
+
+
+def texts(bundled_model: Path, characters: int) -> Iterator[list[int]]:
+    """Tokens of objects of that form with English text, different ones without end."""
+    tokenizer = Tokenizer.from_file(str(bundled_model / "tokenizer.json"))
+    words = sorted(
+        {
+            word
+            for page in Path("docs").glob("*.md")
+            for word in page.read_text().split()
+            if word.isascii() and word.isalpha()
+        }
+    )
+    rng = random.Random(1)
+    while True:
+        text = " ".join(rng.choices(words, k=characters // 4))[:characters]
+        yield tokenizer.encode(json.dumps({"text": text}), add_special_tokens=False).ids
+
+
+def followed(matcher: Matcher, tokens: list[int]) -> str | None:
+    """What goes wrong while ``matcher`` follows ``tokens`` one by one."""
+    errors = (matcher.advance([token], ()) for token in tokens)
+    return next((error for error in errors if error is not None), None)
+
+
+def test_outputs_that_fill_a_forms_lexer_end_as_they_would_alone(
+    compiler: GrammarCompiler, bundled_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clients share the form: outputs of one take up all states while the other's are under way."""
+    monkeypatch.setattr("engine.structured.grammar.MAX_STATES", 10_000)
+    some, others = compiler.compile(TEXT, "some"), compiler.compile(TEXT, "others")
+    first = others.form.lexer
+    outputs = texts(bundled_model, 3900)
+    waiting = [(Matcher(others), next(outputs)) for _ in range(8)]
+    for matcher, tokens in waiting:
+        assert matcher.advance(tokens[:500], ()) is None
+    for _ in range(20):
+        assert followed(Matcher(some), next(outputs)) is None
+        if some.form.lexer is not first:
+            break
+    else:
+        pytest.fail("the outputs took up no more states than there are")
+    for matcher, tokens in waiting:
+        assert followed(matcher, tokens[500:]) is None
+        assert matcher.mask[0] >> END & 1
+    alone = Matcher(build_grammar(compiler._loaded(), TEXT, lowered(TEXT)))
+    matcher, tokens = waiting[0][0], waiting[0][1]
+    assert alone.advance(tokens, ()) is None
+    assert np.array_equal(matcher.mask, alone.mask)
+    assert followed(Matcher(compiler.compile(TEXT, "others")), next(outputs)) is None
+
+
+def test_an_output_that_fills_a_lexer_alone_goes_on_while_its_own_states_have_room(
+    tokenizer: LLTokenizer, bundled_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.structured.grammar.MAX_STATES", 4000)
+    outputs = texts(bundled_model, 3000)
+    grammar = build_grammar(tokenizer, TEXT, lowered(TEXT))
+    assert [followed(Matcher(grammar), next(outputs)) for _ in range(3)] == [None] * 3
+    monkeypatch.setattr("engine.structured.grammar.MAX_STATES", 2000)
+    grammar = build_grammar(tokenizer, TEXT, lowered(TEXT))
+    assert "too many states" in (followed(Matcher(grammar), next(outputs)) or "")
+
+
+def test_what_takes_long_to_compile_is_not_compiled_between_steps(
+    tokenizer: LLTokenizer, bundled_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.structured.grammar.MAX_STATES", 4000)
+    grammar = build_grammar(tokenizer, TEXT, lowered(TEXT))
+    grammar.form.compile_s = RESTART_S + 0.001
+    grammar.form.compiled = lambda: pytest.fail("compiled")
+    error = followed(Matcher(grammar), next(texts(bundled_model, 3000)))
+    assert "too many states" in (error or "")
+
+
+def test_following_an_output_again_ends_when_its_time_is_over(
+    tokenizer: LLTokenizer, bundled_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.structured.grammar.MAX_STATES", 4000)
+    matcher = Matcher(build_grammar(tokenizer, TEXT, lowered(TEXT)))
+    monkeypatch.setattr("engine.structured.matcher.RESTART_S", 1.0)
+    clock = itertools.count()
+    monkeypatch.setattr("engine.structured.matcher.thread_time", lambda: next(clock) * 0.1)
+    monkeypatch.setattr("engine.structured.budget.TOKEN_S", 100.0)
+    assert "too many states" in (followed(matcher, next(texts(bundled_model, 3000))) or "")
+    assert matcher.advanced > 16 * 11
+
+
+def test_kept_grammars_are_bounded_by_what_their_states_may_take(
+    bundled_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(bundled_model, VOCABULARY, (END,), checked=False)
+    forms = [StructuredOutput("regex", f"b{{{i}}}") for i in range(1, 5)]
+    grammars = [compiler.compile(form) for form in forms]
+    for grammar in grammars:
+        assert grammar.form.lexer.most_bytes == 0
+        assert Matcher(grammar).advance([], ()) is None
+        assert grammar.form.lexer.most_bytes > 0
+        grammar.form.lexer.followed_s = 1e9
+        assert grammar.form.lexer.most_bytes == MAX_LEXER_BYTES
+    monkeypatch.setattr("engine.structured.compiler.KEPT_BYTES", 2 * MAX_LEXER_BYTES)
+    kept = [compiler.compile(forms[i]).form is grammars[i].form for i in (3, 2, 1)]
+    assert kept == [True, True, False]  # all but the last two had to go
+    monkeypatch.setattr("engine.structured.compiler.KEPT_BYTES", 0)
+    last = compiler.compile(forms[0])
+    assert compiler.compile(forms[0]).form is last.form
+
+
 LOWER = os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS
 REFERENCES = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(50)} | {"a50": {}}
 HOSTILE: dict[str, StructuredOutput] = {
@@ -187,7 +321,7 @@ def test_what_was_compiled_or_refused_is_kept(
         compiler.compile(bad)
     monkeypatch.setattr(GrammarChecker, "check", lambda self, form: pytest.fail("asked again"))
     for again in (compiler.compile(PERSON, "bob"), compiler.submit(PERSON).result()):
-        assert again._start is first._start
+        assert again.form is first.form
         assert again.budget is not first.budget  # each client has its own
     assert compiler.compile(PERSON, "alice").budget is first.budget
     with pytest.raises(InvalidRequestError, match="uniqueItems"):
@@ -198,7 +332,7 @@ def test_no_more_are_kept_than_there_is_room_for(bundled_model: Path) -> None:
     compiler = GrammarCompiler(bundled_model, VOCABULARY, (END,), checked=False)
     forms = [StructuredOutput("regex", f"a{{{i}}}") for i in range(1, KEPT + 2)]
     grammars = [compiler.compile(form) for form in forms]
-    kept = [compiler.compile(forms[i])._start is grammars[i]._start for i in (-1, 1, 0, 2)]
+    kept = [compiler.compile(forms[i]).form is grammars[i].form for i in (-1, 1, 0, 2)]
     assert kept == [True, True, False, False]
 
 

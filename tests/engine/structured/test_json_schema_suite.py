@@ -54,7 +54,7 @@ def test_nothing_invalid_can_be_written(tokenizer: LLTokenizer, supported: Any) 
         for test in group["tests"]:
             values += 1
             text = json.dumps(test["data"], ensure_ascii=False, separators=(",", ":"))
-            matcher = grammar.matcher()
+            matcher = grammar.form.lexer.matcher()
             allowed = bool(matcher.consume_tokens(tokenizer.tokenize_str(text))) and matcher.is_accepting()
             if allowed and not test["valid"]:
                 wrong.append((group["schema"], text))

@@ -219,7 +219,7 @@ def test_a_form_that_becomes_too_complex_fails_its_request_alone(
     assert outputs(deltas["bad"])[0] == ("aaaa", FinishReason.ERROR)
     assert deltas["bad"][-1].error == "the structured output cannot be continued: too many states"
     assert compiled is not None
-    assert engine.grammars.compile(bad)._start is not compiled._start
+    assert engine.grammars.compile(bad).form is not compiled.form
 
 
 def test_a_form_that_takes_long_to_follow_fails_its_request_alone(
