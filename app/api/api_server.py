@@ -13,7 +13,15 @@ from starlette.responses import JSONResponse, Response
 from app.api.audit_log import audited
 from app.api.authentication import Gate
 from app.api.caller import Caller
-from app.api.errors import ApiFault, admin_only, model_not_allowed, model_not_found, overloaded
+from app.api.errors import (
+    CHOSEN,
+    ApiError,
+    ApiFault,
+    admin_only,
+    model_not_allowed,
+    model_not_found,
+    overloaded,
+)
 from app.api.key_limits import KeyLimits
 from app.api.keys import KeyFile
 from app.api.live_requests import LiveRequests
@@ -59,17 +67,6 @@ class AskOthers(Protocol):
     def __call__(self, method: str, *arguments: object) -> Awaitable[list[Any]]: ...
 
 
-def _check_key(request: Request) -> None:
-    """Refuse a request beyond the limits of its key.
-
-    Raises:
-        ApiError: 429.
-    """
-    limits: KeyLimits | None = request.state.key_limits
-    if limits is not None:
-        limits.check()
-
-
 async def _nobody(method: str, *arguments: object) -> list[Any]:
     return []
 
@@ -105,7 +102,7 @@ class ApiServer:
         self.bodies = BodyReader(
             lambda request: sender_of(request, self.options.tenant_header),
             self._check_wait,
-            check=_check_key,
+            check=self._check_key,
         )
         self.lag = IngressLag(options.max_lag_s, lambda: self.bodies.wait_s)
         self.live = LiveRequests()
@@ -272,9 +269,25 @@ class ApiServer:
 
     def count_refusal(self, model: str | None, code: str) -> None:
         """A request was answered with a 429 or 503; for the first model, if it ended before it had one."""
-        service = self._services.get(self._names[0] if model is None else model)
+        first = self._services.get(self._names[0]) or next(iter(self._services.values()), None)
+        service = first if model is None else self._services.get(model)
         if service is not None:
             service.figures.refused[code] += 1
+
+    def _check_key(self, request: Request) -> None:
+        """Refuse a request beyond the limits of its key.
+
+        Raises:
+            ApiError: 429.
+        """
+        limits: KeyLimits | None = request.state.key_limits
+        if limits is None:
+            return
+        try:
+            limits.check()
+        except ApiError:  # the model that it names is not known yet; the key may not see others than its own
+            setattr(request.state, CHOSEN, next((each.model for each in self._services_for(limits)), None))
+            raise
 
     def _check_wait(self, waited_s: float) -> None:
         """Refuse a request of a client whose requests have waited too long to start.

@@ -7,6 +7,7 @@ one light module of the engine.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -230,12 +231,13 @@ def avoid_full_memory() -> None:
         for link in SHARED_MEMORY.glob(f"{START_MESSAGES}*"):
             owner = Path("/proc", link.name.removeprefix(START_MESSAGES))
             if link.is_symlink() and (link == own or not owner.exists()):
-                link.unlink()
+                with contextlib.suppress(PermissionError):  # another user's
+                    link.unlink()
         status = os.statvfs(SHARED_MEMORY)
         if status.f_bavail * status.f_frsize < MESSAGES_ROOM:
             own.symlink_to(os.devnull)
     except OSError:
-        return  # another user's link does the same, and without the folder HAProxy needs none
+        return  # another user's link of this name does the same, and without the folder HAProxy needs none
 
 
 def haproxy_binary() -> str:

@@ -371,7 +371,7 @@ def _counted(application: Any, *states: str, deployment: str | None = None) -> i
 
 def _token_hint(error: BaseException) -> str:
     """What to do if Ray, which keeps a token in the home folder, cannot make it."""
-    if isinstance(error, OSError) and str(error.filename).startswith(str(Path.home() / ".ray")):
+    if isinstance(error, OSError) and str(error.filename).startswith(os.path.expanduser("~/.ray")):
         return "; set RAY_AUTH_TOKEN to a secret of 64 characters, or HOME to a folder that can be written"
     return ""
 

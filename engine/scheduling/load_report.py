@@ -13,6 +13,9 @@ from engine.scheduling.step import StepPlan
 ENDS_EVERY_S = 0.05
 """The ends of running sequences are expected anew after so much time in steps, because that takes its time."""
 
+DECODE_AGE_S = 60.0
+"""After so much time in steps, the last one that only decoded says nothing of now."""
+
 SCARCE = 1 / 8
 """With less of the pool free or evictable, a new request may have to wait for blocks."""
 
@@ -28,7 +31,7 @@ class EngineLoad:
     free: int
     evictable: int
     prefill_rate: float  # tokens per second, measured at start; 0 if it was not
-    step_seconds: float  # of the last step that only decoded, for a token of each sequence; 0 before the first
+    step_seconds: float  # of the last step that only decoded, for a token of each; 0 if that was long ago
     waiting: int  # sequences that do not run: never did, or were preempted; all that their requests want
     num_blocked: int  # of those, how many no newcomer can overtake, for want of sequence slots or blocks
     num_lacking: int  # of those, how many wait for want of slots or blocks: some of them may be overtaken
@@ -46,6 +49,7 @@ class LoadReporter:
         self._pending_prefill = PendingPrefill(state)
         self._prefill_rate = prefill_rate
         self._step_seconds = 0.0
+        self._decode_age_s = 0.0  # seconds of steps since one that only decoded
         self._num_blocked = self._num_lacking = 0
         self._ends, self._ends_age_s = SlotEnds(), math.inf
 
@@ -53,9 +57,12 @@ class LoadReporter:
         """A step has been run and committed; one whose drafts were right made more than a token of each."""
         self._num_blocked, self._num_lacking = plan.num_blocked, plan.num_lacking
         self._ends_age_s += seconds
+        self._decode_age_s += seconds
         if not plan.prefill_tokens and not plan.transfers:
             made = len(plan.chunks)
-            self._step_seconds = seconds * made / (made + plan.accepted_tokens)
+            self._step_seconds, self._decode_age_s = seconds * made / (made + plan.accepted_tokens), 0.0
+        elif self._decode_age_s > DECODE_AGE_S:
+            self._step_seconds = 0.0
 
     def read(self) -> EngineLoad:
         """The load now; 50 ns for each running sequence, and what the pending prefill costs.

@@ -252,6 +252,7 @@ Coded pack_columns(const CodedWeight& weight, const W* w, int64_t stride, int64_
   const int64_t bits = weight.bits, size = weight.in_features;
   Vec wide[kGroup]{};
   VecBits codes[kGroup], missed{};
+  bool exact = true;
   for (int64_t k = 0; k < size; k += kGroup, panel += group_bytes(bits)) {
     for (int64_t c = 0; c < there; ++c) {
       const W* from = w + c * stride + k;
@@ -265,12 +266,14 @@ Coded pack_columns(const CodedWeight& weight, const W* w, int64_t stride, int64_
     VecBits sizes{};
     for (int i = 0; i < kGroup; ++i) sizes = sizes_of(wide[i]) > sizes ? sizes_of(wide[i]) : sizes;
     if (largest(sizes) >= kInfinite) return kNotFinite;
+    const VecBits missed_before = missed;
     Fp16* const scales = reinterpret_cast<Fp16*>(panel + kSteps * step_bytes(bits)) + half * kLanes;
     if (bits == 8) {
       encode_eight(wide, codes, scales, &missed);
     } else {
       encode_four(wide, codes, scales, scales + kWidth, &missed);
     }
+    exact &= total(missed - missed_before) * 4 <= static_cast<uint64_t>(there * kGroup);
     for (int c = 0; c < kLanes; ++c) {
       for (int64_t which = 0; which < (bits == 8 ? 1 : 2); ++which) {
         if ((scales[which * kWidth + c].bits & 0x7fffu) >= kHalfInfinite) return kTooLarge;
@@ -295,7 +298,8 @@ Coded pack_columns(const CodedWeight& weight, const W* w, int64_t stride, int64_
       }
     }
   }
-  return largest(missed) * 8 > static_cast<uint64_t>(groups_of(weight) * kGroup) ? kNotExact : kDone;
+  exact &= largest(missed) * 8 <= static_cast<uint64_t>(groups_of(weight) * kGroup);
+  return exact ? kDone : kNotExact;
 }
 
 template <class W>
@@ -370,7 +374,8 @@ int64_t quire_codes_bytes(const void* packed) {
 }
 
 // Codes w [N, K] (`stride` elements from row to row) into `panels`. Returns 1 where a weight is not finite, 2 where one is
-// too large for a scale in float16, 3 where it is done but an eighth of a row are weights that were not such codes, else 0.
+// too large for a scale in float16, 3 where it is done but an eighth of a row, or a quarter of a group in neighboring rows,
+// are weights that were not such codes, else 0.
 int quire_codes_pack(const void* packed, int dtype, const void* w, int64_t stride, int threads) {
   using namespace quire_gemm;
   const CodedWeight& weight = *static_cast<const CodedWeight*>(packed);

@@ -36,6 +36,7 @@ constexpr int64_t kRows = 8;     // of x, at a time
 constexpr int64_t kShares = 6;   // parts of the work a thread takes, so that a late one takes fewer
 constexpr float kLeast = -std::numeric_limits<float>::infinity();
 constexpr float kTiny = 0x1p-22f;  // more than the smallest numbers of any dtype may be off
+constexpr double kLongest = 0x1p80;  // of a longer row, products with codes may overflow
 
 // Mirrored by `_Descriptor` in screened.py.
 struct ScreenedWeight {
@@ -73,7 +74,8 @@ Kind kind_of(int64_t dtype) {
   return {4, 0x1p-22f, kLargest};
 }
 
-// A row of x as two of float32: the sum of what their codes stand for is nearly x. Returns |x|, if anything too large.
+// A row of x as two of float32: the sum of what their codes stand for is nearly x. Returns |x|, if anything too large,
+// and infinity if nothing is to be known of y.
 template <class X>
 float split_row(const X* x, int64_t size, float* row, float* rest) {
   double squares = 0.0;
@@ -88,7 +90,8 @@ float split_row(const X* x, int64_t size, float* row, float* rest) {
       squares += static_cast<double>(value) * value;
     }
   }
-  return static_cast<float>(std::sqrt(squares) * (1.0 + 0x1p-20));
+  const double length = std::sqrt(squares) * (1.0 + 0x1p-20);
+  return length <= kLongest ? static_cast<float>(length) : std::numeric_limits<float>::infinity();
 }
 
 void split_rows(const Product& product, float* planes, float* norms) {
@@ -230,7 +233,7 @@ struct Bounds {
 struct RowOfWeights {
   const float *y, *rough, *rest, *errors;
   int64_t columns;
-  float norm, rounding, best, temperature;
+  float norm, rounding, largest, best, temperature;
 
   Bounds at(int64_t id) const {
     using namespace quire;
@@ -239,8 +242,10 @@ struct RowOfWeights {
     const vf found = load_some(y + id, there), roughly = load_some(rough + id, there) + load_some(rest + id, there);
     const vf coded = load_some(errors + id, there) * splat(norm), size = roughly < vf{} ? -roughly : roughly;
     const vf error = coded + (size + coded) * splat(rounding) + splat(kTiny);
-    const vf computed = splat(kLeast);
-    const vf low = found > computed ? found : roughly - error, high = found > computed ? found : roughly + error;
+    const vf nothing = splat(kLeast);  // not computed
+    vf low = found > nothing ? found : roughly - error;
+    const vf high = found > nothing ? found : roughly + error;
+    low = low < splat(-largest) ? nothing : low;  // it may round to minus infinity
     Bounds bounds{low == low ? weight(low) : vf{}, weight(high)};  // of what is NaN, nothing is known
     for (int i = there; i < LANES; ++i) bounds.low[i] = bounds.high[i] = 0.0f;
     return bounds;
@@ -266,8 +271,9 @@ void mark_groups(const Product& product, const float* rough, float norm, int64_t
     return;
   }
   const float* const rows = rough + 2 * r * columns;
-  const RowOfWeights row{y, rows, rows + columns, product.errors, columns, norm, kind_of(product.exact.dtype).rounding,
-                         best, product.temperature[r]};
+  const Kind kind = kind_of(product.exact.dtype);
+  const RowOfWeights row{y, rows, rows + columns, product.errors, columns, norm, kind.rounding, kind.largest, best,
+                         product.temperature[r]};
   const uint64_t key = static_cast<uint64_t>(product.keys[r]);
   std::atomic<float> latest{-kLargest};  // minus the time by which some group has certainly arrived
   const int64_t vectors = (groups + quire::LANES - 1) / quire::LANES;

@@ -494,6 +494,8 @@ def test_progress_within_a_step_and_none_while_idle(outputs: Outputs) -> None:
     assert engine is not None
     seen: list[tuple[int, int] | None] = []
     attention = engine.runner.decoder.kernels.attention
+    steps = engine.runner._steps
+    steps._recordings = dict.fromkeys(steps._recordings)  # the decoder runs each step, layer by layer
 
     def look(*args: Any) -> torch.Tensor:
         seen.append(outputs.thread.progress())

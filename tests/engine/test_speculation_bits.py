@@ -62,8 +62,12 @@ def workload(rng: random.Random) -> list[Request]:
     return requests
 
 
-def run(engine: Engine, requests: abc.Sequence[Request], every: int) -> tuple[Made, Seen]:
-    """One request more comes with each ``every`` steps."""
+def run(
+    engine: Engine, requests: abc.Sequence[Request], every: int, screened: bool = False
+) -> tuple[Made, Seen]:
+    """One request more comes with each ``every`` steps. Screened steps leave out most logits."""
+    if not screened:
+        engine.runner.decoder.screened_rows = 0
     sample, seen = engine.runner.sampler.sample, Seen()
 
     def keep(logits: torch.Tensor, rows: abc.Sequence[SampleRow]) -> list[Any]:
@@ -135,6 +139,24 @@ def test_the_output_is_the_same(
     assert stats.drafted_tokens > stats.accepted_tokens > 0
     if "num_blocks" in options:
         assert stats.preemptions
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_screened_steps_change_nothing(
+    dtype: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts and without them."""
+    rng = random.Random(dtype)
+    requests = workload(rng)
+    expected, _ = run(make_engine("Llama", dtype=dtype), requests, 3)
+    engine = make_engine("Llama", dtype=dtype)
+    if engine.runner.decoder.kernels.prefers_codes:
+        assert engine.runner.decoder.screened_rows
+    made, _ = run(engine, requests, 3, screened=True)
+    assert made == expected
+    guessing(monkeypatch, requests, expected)
+    made, _ = run(speculating(make_engine("Llama", dtype=dtype), most=3), requests, 3, screened=True)
+    assert made == expected
 
 
 def test_a_request_that_moved_here_goes_on_the_same(

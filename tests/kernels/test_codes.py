@@ -88,6 +88,20 @@ def test_codes_are_told_from_other_weights() -> None:
 
 
 @both
+def test_codes_of_a_matrix_with_other_columns_are_not_exact(cpu: CpuKernels, bits: int) -> None:
+    """As where one head of an output projection was trained further: few of a row's weights are others."""
+    made = encode(random(96, 4096), bits).decode().to(torch.bfloat16)
+    changed = made.clone()
+    changed[:, 512:576] = random(96, 64, dtype=torch.bfloat16, seed=1)
+    block = made.clone()
+    block[32:64, 4064:] = random(32, 32, dtype=torch.bfloat16, seed=2)
+    for kernels in (cpu, ReferenceKernels()):
+        assert kernels.pack_codes(made, bits, None).exact
+        assert not kernels.pack_codes(changed, bits, None).exact
+        assert not kernels.pack_codes(block, bits, None).exact
+
+
+@both
 @dtypes
 @pytest.mark.parametrize("shape", [(1, 32), (70, 96), (33, 257)], ids=str)
 def test_codes_are_exact_if_every_row_was_made_of_some(

@@ -215,6 +215,31 @@ def test_rows_of_which_nothing_is_known(dtype: torch.dtype) -> None:
         check(x[row : row + 1], packed)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [1e20, 1e30, 1e34, 1e36])
+def test_products_with_codes_that_overflow(dtype: torch.dtype, size: float) -> None:
+    """The codes' sum of the largest logit's row is minus infinity before its scale, a small one, is applied."""
+    weight = torch.zeros(256, 64, dtype=dtype)
+    weight[70, :32] = -1e-3
+    weight[70, 32] = 1.0
+    weight[0, 32] = 0.5
+    x = torch.full((1, 64), size, dtype=dtype)
+    assert int(check(x, screened(weight)).argmax()) == 70
+    check_draws(x, screened(weight), torch.ones(1), 0)
+
+
+def test_logits_that_round_to_minus_infinity() -> None:
+    """Those of a group's tokens weigh nothing, though they are near others that do."""
+    weight = -65560.0 / 64 / 250 - torch.rand(4096, 1, generator=torch.Generator().manual_seed(0)) * 0.004
+    weight = weight.repeat(1, 64)
+    weight[5::97] = -65440.0 / 64 / 250
+    packed = screened(weight.half())
+    x = torch.full((1, 64), 250.0, dtype=torch.float16)
+    for temperature in (200.0, 2000.0, 1e5):
+        for seed in range(60):
+            check_draws(x, packed, torch.full((1,), temperature), seed)
+
+
 @given(
     st.integers(0, 2**31),
     st.sampled_from(SUPPORTED_DTYPES),

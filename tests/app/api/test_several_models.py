@@ -92,6 +92,18 @@ def ask(api: ApiServer, method: str, path: str, body: Any = None, key: str = "")
     return asyncio.run(send())
 
 
+def test_a_key_beyond_its_rate_is_counted_at_a_model_that_it_may_use(api: ApiServer, tmp_path: Path) -> None:
+    """Its body has not been read, so the model that it names is not known."""
+    path = tmp_path / "keys.yaml"
+    rules = f"{{id: k, sha256: {digest_of('k')}, models: [Other/Large], requests_per_minute: 1}}"
+    path.write_text(f"keys:\n  - {rules}\n")
+    api.gate = Gate(KeyFile(str(path), {}))
+    body = {"model": "Other/Large", "prompt": [5, 6], "max_tokens": 1}
+    assert [ask(api, "POST", "/v1/completions", body, "k").status for _ in range(3)] == [200, 429, 429]
+    refused = {each.model: each.figures.refused["rate_limit_exceeded"] for each in api.services}
+    assert refused == {"small": 0, "Other/Large": 2}
+
+
 @pytest.mark.parametrize("path", ASKED)
 def test_every_route_chooses_by_model(api: ApiServer, path: str) -> None:
     for model in NAMES[:2]:

@@ -488,6 +488,26 @@ def test_links_in_shared_memory_do_not_pile_up(tmp_path: Path, monkeypatch: pyte
     haproxy.avoid_full_memory()
 
 
+def test_another_users_link_does_not_leave_haproxy_without_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, dead = (tmp_path / f"{haproxy.START_MESSAGES}{pid}" for pid in (os.getpid(), 2**30))
+    dead.symlink_to(os.devnull)
+    unlink = Path.unlink
+
+    def refuse(self: Path) -> None:
+        if self == dead:
+            raise PermissionError(1, "Operation not permitted", str(self))
+        unlink(self)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(haproxy, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(haproxy, "MESSAGES_ROOM", 2**63)
+    haproxy.avoid_full_memory()
+    assert own.is_symlink()
+    assert dead.is_symlink()
+
+
 def test_users_who_name_a_binary_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     instance = Instance()
     path = instance.controller_environment()[haproxy.BINARY]

@@ -270,6 +270,15 @@ def test_a_home_that_is_read_only_is_told_with_what_to_do(
         local_server.LocalServer(option_groups.LaunchOptions(), instance).start()
 
 
+def test_a_user_without_a_home_folder_is_told_what_ray_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert local_server._token_hint(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/ray/x")) == ""
+
+
 def test_another_servers_health_does_not_count(monkeypatch: pytest.MonkeyPatch, instance: Instance) -> None:
     body = {"instance": "other", "routable": 1}
     monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout, context: io.StringIO(json.dumps(body)))

@@ -60,6 +60,20 @@ def test_a_request_waits_then_runs_then_ends() -> None:
     assert read.free + read.evictable == 64
 
 
+def test_a_step_of_long_ago_says_nothing() -> None:
+    """The time of a decode step counts for a minute of steps that do more."""
+    setting = Setting()
+    setting.add(make_request("a", list(range(20)), max_tokens=2, ignore_eos=True))
+    setting.step()
+    setting.step(0.25)
+    seen = []
+    for number in range(3):
+        setting.add(make_request(f"b{number}", [40 + number, 3, 4], max_tokens=1))
+        setting.step(30.0)
+        seen.append(setting.reporter.read().step_seconds)
+    assert seen == [0.25, 0.25, 0.0]
+
+
 def test_what_waits_counts_beyond_its_hit() -> None:
     setting = Setting()
     setting.add(make_request("a", list(range(20)), max_tokens=1))
