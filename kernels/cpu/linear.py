@@ -144,16 +144,11 @@ def linear(calls: Calls, x: Tensor, packed: PackedLinear, num_threads: int) -> T
         return _coded(calls, x, packed, num_threads)
     if not isinstance(packed, PanelLinear | OneDnnLinear):
         raise TypeError(f"{type(packed).__name__} was packed by other kernels")
-    if x.dtype != packed.dtype or depth != packed.in_features:
-        raise ValueError(
-            f"x is {x.dtype} with {depth} columns, but the weight is {packed.dtype} with {packed.in_features}"
-        )
+    check_input(x, packed.dtype, packed.in_features)
     if isinstance(packed, OneDnnLinear):
         calls.give_up()
         return packed(x)
-    if x.stride(1) != 1:
-        calls.give_up()
-        x = x.contiguous()
+    x = dense_rows(calls, x)
     y = calls.empty("product", (rows, packed.out_features), packed.dtype)
     # A recording puts the weight that comes next in place of None.
     if calls("quire_linear", packed.address, x.data_ptr(), x.stride(0), rows, y.data_ptr(), num_threads, None):
@@ -161,13 +156,27 @@ def linear(calls: Calls, x: Tensor, packed: PackedLinear, num_threads: int) -> T
     return y
 
 
+def check_input(x: Tensor, dtype: torch.dtype, in_features: int) -> None:
+    """Raise ``ValueError`` for an ``x`` of another dtype or width than the weight."""
+    if x.dtype != dtype or x.shape[1] != in_features:
+        raise ValueError(
+            f"x is {x.dtype} with {x.shape[1]} columns, but the weight is {dtype} with {in_features}"
+        )
+
+
+def dense_rows(calls: Calls, x: Tensor) -> Tensor:
+    """``x`` with the elements of a row side by side; a copy, which cannot be recorded, if they are not."""
+    if x.stride(1) == 1:
+        return x
+    calls.give_up()
+    return x.contiguous()
+
+
 def _coded(calls: Calls, x: Tensor, packed: CodedLinear, num_threads: int) -> Tensor:
     rows, depth = x.shape
     if x.dtype not in SUPPORTED_DTYPES or depth != packed.in_features:
         raise ValueError(f"x is {x.dtype} with {depth} columns, but the weight has {packed.in_features}")
-    if x.stride(1) != 1:
-        calls.give_up()
-        x = x.contiguous()
+    x = dense_rows(calls, x)
     y = calls.empty("product", (rows, packed.out_features), x.dtype)
     failed = calls(
         "quire_codes_linear",

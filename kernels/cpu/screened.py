@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.cpu.calls import DTYPE_CODES, Calls
 from kernels.cpu.coded import CodedLinear
-from kernels.cpu.linear import PanelLinear
+from kernels.cpu.linear import PanelLinear, check_input, dense_rows
 from kernels.cpu.panels import panel_columns
 from kernels.interface import Choices, PackedLinear
 
@@ -55,15 +55,9 @@ def deciding_logits(
     calls: Calls, x: Tensor, packed: ScreenedLinear, choices: Choices, num_threads: int
 ) -> Tensor:
     """:meth:`kernels.interface.Kernels.deciding_logits`; raises as :func:`kernels.cpu.linear.linear` does."""
-    rows, depth = x.shape
-    dtype = packed.whole.dtype
-    if x.dtype != dtype or depth != packed.in_features:
-        raise ValueError(
-            f"x is {x.dtype} with {depth} columns, but the weight is {dtype} with {packed.in_features}"
-        )
-    if x.stride(1) != 1:
-        calls.give_up()
-        x = x.contiguous()
+    rows = x.shape[0]
+    check_input(x, packed.whole.dtype, packed.in_features)
+    x = dense_rows(calls, x)
     y = calls.empty("logits", (rows, packed.out_features), torch.float32)
     failed = calls(
         "quire_deciding_logits",
