@@ -18,10 +18,11 @@ MAX_CHARS = 4_000_000
 class PrefixTokenCache:
     """An LRU cache from the beginning of a chat to its token ids. Thread-safe.
 
-    A text is split after the first special token that follows its first message. Tokenizers process the text
-    between two special tokens independently, so the ids of the parts are those of the whole. This is verified:
-    a prefix is cached only if it holds for the text that brought it, so no model gets a wrong token. Owners do
-    not share entries; otherwise the time that tokenizing takes would reveal what others have sent.
+    A text is split before the first special token that follows its first message. Tokenizers process the text
+    between two special tokens independently, so the ids of the parts are those of the whole. Behind the token
+    it would be otherwise: some put a space before the very first word. This is verified: a prefix is cached
+    only if it holds for the text that brought it, so no model gets a wrong token. Owners do not share entries;
+    otherwise the time that tokenizing takes would reveal what others have sent.
 
     Args:
         encode: from a text to its token ids, without added tokens.
@@ -65,7 +66,7 @@ class PrefixTokenCache:
         if begin < 0:  # the template has changed the message
             return None
         match = self._special.search(text, begin + len(first_message))
-        return None if match is None else match.end()
+        return None if match is None else match.start()
 
     def _learn(self, key: tuple[str, Hashable], rest: str, whole: list[int]) -> None:
         prefix = key[0]

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from app.api.chat_messages import ChatMessage
 from app.api.output_options import DEFAULT_TEMPLATE
@@ -42,8 +43,7 @@ def test_an_opening_is_tokenized_once() -> None:
         text = chat(first, second)
         assert openings.encode(text, first) == list(map(ord, text))
     assert openings.hits == 2
-    whole = MIN_PREFIX_CHARS + len("<|end|>")
-    assert encode.chars == 3 * len(chat("", "a")[len("<|end|>") :]) + 2 * whole + len("a<|end|>")
+    assert encode.chars == 3 * len(chat("", "a")) + 2 * MIN_PREFIX_CHARS + len(chat("", "a"))
 
 
 def test_a_tokenizer_that_cannot_be_cut_is_not() -> None:
@@ -52,6 +52,22 @@ def test_a_tokenizer_that_cannot_be_cut_is_not() -> None:
     for second in ("a", "bb", "ccc"):
         text = chat(first, second)
         assert openings.encode(text, first) == Letters(context=True)(text)
+
+
+def test_a_tokenizer_that_puts_a_space_before_the_first_word_puts_none_behind_an_opening() -> None:
+    backend = Tokenizer(models.BPE({char: i for i, char in enumerate("\u2581helos")}, []))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    openings = PrefixTokenCache(encode, SPECIAL)
+    first = "s" * MIN_PREFIX_CHARS
+    for text in (f"{first}<|end|>", chat(first, "hello"), chat(first, " hello")):  # the first has nothing behind
+        assert openings.encode(text, first) == encode(text)
+    assert openings.hits == 2
 
 
 @pytest.mark.parametrize("text", [chat("s" * MIN_PREFIX_CHARS, "x"), "no special token", ""])
