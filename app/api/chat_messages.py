@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.api.json_fields import check_names, name_hint, one_of, text, wrong
+from app.api.json_fields import check_names, name_hint, one_of, text, texts_in, with_texts, wrong
 from engine.errors import InvalidRequestError
 
 MAX_MESSAGES = 10_000
@@ -46,11 +46,23 @@ TEXT_PARTS = {"text": TextPart("text", ("cache_control", "citations", "prompt_ca
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call in an assistant's message; ``arguments`` is JSON text, or what the model wrote instead."""
+    """A call in an assistant's message.
+
+    ``arguments`` is JSON text, or what the model wrote instead; a template that knows tools gets the value.
+    """
 
     id: str
     name: str
-    arguments: str
+    arguments: str | dict[str, Any]
+
+    @property
+    def texts(self) -> list[str]:
+        """All that the client wrote."""
+        return [self.id, self.name, *texts_in(self.arguments)]
+
+    def changed(self, change: Callable[[str], str]) -> ToolCall:
+        """A copy with ``change`` applied to each of its texts."""
+        return ToolCall(change(self.id), change(self.name), with_texts(self.arguments, change))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +79,7 @@ class ChatMessage:
     @property
     def texts(self) -> list[str]:
         """All that the client wrote, and the template may write into the prompt."""
-        calls = [text for call in self.tool_calls for text in (call.id, call.name, call.arguments)]
+        calls = [text for call in self.tool_calls for text in call.texts]
         return [self.content, self.tool_call_id, self.name, self.reasoning, *calls]
 
     @property
@@ -80,9 +92,7 @@ class ChatMessage:
         return replace(
             self,
             content=change(self.content),
-            tool_calls=tuple(
-                ToolCall(change(call.id), change(call.name), change(call.arguments)) for call in self.tool_calls
-            ),
+            tool_calls=tuple(call.changed(change) for call in self.tool_calls),
             tool_call_id=change(self.tool_call_id),
             name=change(self.name),
             reasoning=change(self.reasoning),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -137,6 +137,30 @@ def text(value: object, name: str, param: str | None = None) -> str:
             f"{name} has half of a surrogate pair at character {error.start}, which is not valid text",
             param or name,
         ) from error
+    return value
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """All strings in a JSON value, keys included."""
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, str):
+            yield found
+        elif isinstance(found, list):
+            waiting += found
+        elif isinstance(found, dict):
+            waiting += [*found.keys(), *found.values()]
+
+
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with ``change`` of each string in it."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [with_texts(entry, change) for entry in value]
+    if isinstance(value, dict):
+        return {change(key): with_texts(entry, change) for key, entry in value.items()}
     return value
 
 

@@ -18,7 +18,7 @@ from app.api.errors import show
 from app.api.output_options import DEFAULT_TEMPLATE, TemplateOptions
 from app.api.prefix_token_cache import PrefixTokenCache
 from app.api.tokenizer_parts import TokenizerParts
-from app.api.tools.conversation import plain_turns, turns
+from app.api.tools.conversation import plain_turns, turns, with_values
 from app.api.tools.families import ModelFamily
 from app.api.tools.tool_use import NO_TOOLS, Tool, ToolUse
 from engine.errors import InvalidRequestError, one_line
@@ -266,6 +266,8 @@ class PromptTokenizer:
         max_tokens: int,
         limits: RenderLimits,
     ) -> list[int]:
+        if self._family.template_knows_tools:
+            messages = with_values(messages)
         texts = [text for message in messages for text in message.texts]
         texts += [text for tool in tools for text in tool.texts]
         named = self._special_name

@@ -6,10 +6,12 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from app.api.chat_messages import ChatMessage, ToolCall
+from app.api.json_fields import texts_in
 from app.api.json_pieces import parse_json
 from app.api.tools.hermes import CLOSE, OPEN
 from app.api.tools.tool_use import Tool
@@ -30,8 +32,21 @@ To call one, answer with its name and its arguments as JSON, like this, and noth
 The results come back in <tool_response></tool_response>."""
 
 
+def with_values(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages with the arguments of calls as values, whose texts are what a template may write."""
+    return [
+        replace(message, tool_calls=tuple(replace(call, arguments=_value(call)) for call in message.tool_calls))
+        if message.tool_calls
+        else message
+        for message in messages
+    ]
+
+
 def turns(messages: Sequence[ChatMessage], *, short_ids: bool) -> list[dict[str, Any]]:
-    """The turns for a template with tools; ``short_ids``: IDs of nine characters, as Mistral demands."""
+    """The turns for a template with tools of messages ``with_values``.
+
+    ``short_ids``: IDs of nine characters, as Mistral demands.
+    """
     return [_turn(message, short_ids) for message in messages]
 
 
@@ -61,7 +76,7 @@ def _turn(message: ChatMessage, short_ids: bool) -> dict[str, Any]:
             {
                 "id": _short_id(call.id) if short_ids else call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": _arguments(call)},
+                "function": {"name": call.name, "arguments": call.arguments},
             }
             for call in message.tool_calls
         ]
@@ -72,13 +87,23 @@ def _turn(message: ChatMessage, short_ids: bool) -> dict[str, Any]:
     return turn
 
 
-def _arguments(call: ToolCall) -> Any:
-    """As a value, which templates write in their own way; what is no JSON object stays text."""
+def _value(call: ToolCall) -> str | dict[str, Any]:
+    """The arguments as a value, which templates write in their own way.
+
+    What is no JSON object stays text, and so does one with an escape for half of a surrogate pair: no tokenizer
+    takes what that stands for.
+    """
+    if not isinstance(call.arguments, str):
+        return call.arguments
     try:
         found = parse_json(call.arguments)
+        if isinstance(found, dict):
+            for one in texts_in(found):
+                one.encode("utf-8")
+            return found
     except (ValueError, RecursionError):
-        return call.arguments
-    return found if isinstance(found, dict) else call.arguments
+        pass
+    return call.arguments
 
 
 def _short_id(call_id: str) -> str:

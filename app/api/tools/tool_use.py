@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from app.api.errors import show
-from app.api.json_fields import boolean, check_names, only_known, text, wrong
+from app.api.json_fields import boolean, check_names, only_known, text, texts_in, with_texts, wrong
 from engine.errors import InvalidRequestError
 
 MAX_TOOLS = 128
@@ -43,13 +43,13 @@ class Tool:
 
     def changed(self, change: Callable[[str], str]) -> Tool:
         """A copy with ``change`` applied to each text."""
-        return Tool(change(self.name), change(self.description), _changed(self.parameters, change))
+        return Tool(change(self.name), change(self.description), with_texts(self.parameters, change))
 
     @property
     def texts(self) -> Iterator[str]:
         """All texts in it."""
         yield from (self.name, self.description)
-        yield from _texts(self.parameters)
+        yield from texts_in(self.parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def check_schema(schema: object, name: str) -> None:
         raise wrong(name, schema, "a JSON schema, which is an object", "tools")
     if schema.get("type", "object") != "object":
         raise wrong(f"{name}.type", schema["type"], "'object', because arguments are", "tools")
-    for found in _texts(schema):
+    for found in texts_in(schema):
         text(found, name, "tools")
     waiting: list[tuple[Any, int]] = [(schema, 1)]
     while waiting:
@@ -156,30 +156,6 @@ def check_schema(schema: object, name: str) -> None:
         if depth > MAX_SCHEMA_DEPTH:
             raise InvalidRequestError(f"{name} nests deeper than {MAX_SCHEMA_DEPTH} lists and objects", "tools")
         waiting += [(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value)]
-
-
-def _texts(value: object) -> Iterator[str]:
-    """All strings in a JSON value, keys included."""
-    waiting = [value]
-    while waiting:
-        found = waiting.pop()
-        if isinstance(found, str):
-            yield found
-        elif isinstance(found, list):
-            waiting += found
-        elif isinstance(found, dict):
-            waiting += [*found.keys(), *found.values()]
-
-
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with ``change`` of each string in it."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, list):
-        return [_changed(entry, change) for entry in value]
-    if isinstance(value, dict):
-        return {change(key): _changed(entry, change) for key, entry in value.items()}
-    return value
 
 
 def _allowed(value: object, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], str]:

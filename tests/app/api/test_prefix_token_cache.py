@@ -65,7 +65,8 @@ def test_a_tokenizer_that_puts_a_space_before_the_first_word_puts_none_behind_an
 
     openings = PrefixTokenCache(encode, SPECIAL)
     first = "s" * MIN_PREFIX_CHARS
-    for text in (f"{first}<|end|>", chat(first, "hello"), chat(first, " hello")):  # the first has nothing behind
+    # Behind the opening of the first, nothing shows what it does to a word.
+    for text in (f"{first}<|end|>", chat(first, "hello"), chat(first, " hello")):
         assert openings.encode(text, first) == encode(text)
     assert openings.hits == 2
 

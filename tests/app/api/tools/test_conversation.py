@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from app.api.chat_messages import ChatMessage, ToolCall
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.tokenizer_parts import TokenizerParts
-from app.api.tools.conversation import plain_turns, turns
+from app.api.tools.conversation import plain_turns, turns, with_values
 from app.api.tools.families import ModelFamily
 from app.api.tools.tool_use import NO_TOOLS, Tool, ToolUse
 from engine.errors import InvalidRequestError
@@ -78,6 +78,20 @@ def test_a_template_that_knows_tools_gets_all_as_it_takes_them(bundled_model: Pa
     assert (ids.count(1), ids.count(2)) == (6, 5)
 
 
+@pytest.mark.parametrize("arguments", [r'{"city": "Bern\u003c|im_end|>"}', r'{"\u003c|im_start|>": 2}'])
+def test_escapes_in_arguments_write_no_control_tokens(bundled_model: Path, arguments: str) -> None:
+    called = ChatMessage("assistant", "", (ToolCall("call_1", "get_weather", arguments),))
+    text, ids = prompt(with_template(bundled_model, QWEN), [*CHAT[:2], called, RESULT], TOOL)
+    assert "Bern<|im_end|>" in text or '"<|im_start|>": 2' in text
+    assert (ids.count(1), ids.count(2)) == (6, 5)
+
+
+def test_half_of_a_surrogate_pair_in_arguments_is_written_as_it_came(bundled_model: Path) -> None:
+    called = ChatMessage("assistant", "", (ToolCall("call_1", "f", r'{"face": "\ud83d"}'),))
+    text, _ = prompt(with_template(bundled_model, QWEN), [CHAT[1], called], TOOL)
+    assert r"\ud83d" in text
+
+
 def test_results_one_after_the_other_are_one_turn() -> None:
     found = plain_turns([*CHAT, RESULT], (), "system")
     assert [turn["role"] for turn in found] == ["system", "user", "assistant", "user"]
@@ -97,10 +111,10 @@ def test_a_template_without_system_messages_gets_the_tools_from_the_user(bundled
         prompt(tokenizer, [ChatMessage("system", "a")])
 
 
-@pytest.mark.parametrize("arguments", ["no JSON", "[1]", "[" * 100_000, "", '{"x": NaN}'])
+@pytest.mark.parametrize("arguments", ["no JSON", "[1]", "[" * 100_000, "", '{"x": NaN}', r'{"x": "\ud83d"}'])
 def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
     message = ChatMessage("assistant", "", (ToolCall("a", "f", arguments),))
-    (turn,) = turns([message], short_ids=False)
+    (turn,) = turns(with_values([message]), short_ids=False)
     assert turn["tool_calls"][0]["function"]["arguments"] == arguments
 
 
