@@ -96,11 +96,27 @@ class BreakableCluster(LocalCluster):
             self.deploy(**options)
 
     def settle(self, replicas: int) -> None:
-        """Have exactly this many, all routable, and no other that is still stopping, whatever was before."""
+        """Have exactly this many, all routable, and no other that is still stopping, whatever was before.
+
+        By Serve's account as well as by the processes: Serve may still count one that a test has killed, and
+        then stops a live one in its place.
+        """
         if self._wanted != replicas:
             self.scale(replicas)
-        self.wait_routable(replicas)
-        wait_for(lambda: len(self.engine_pids()) == replicas, SOON_S, "a replica is still stopping", 0.2)
+
+        def settled() -> bool:
+            health = self.health()
+            return (
+                health.get("routable") == health.get("replicas") == replicas
+                and len(self.engine_pids()) == replicas
+                and self._replica_states() == {"RUNNING": replicas}
+            )
+
+        wait_for(settled, SOON_S, f"there are not {replicas} replicas, all routable", 0.2)
+
+    def _replica_states(self) -> dict[str, int]:
+        """How many engine replicas Serve's controller counts in each state."""
+        return dict(serve.status().applications[serving.APP_NAME].deployments["engine"].replica_states)
 
     def redeploy_one(self, options: dict[str, Any]) -> None:
         """Deploy, and wait until nothing but one replica with the pool of ``options`` is left."""
