@@ -17,11 +17,13 @@ import ray
 from paced_model import CONTEXT, SLOW_S, slow_steps
 from ray import serve
 from ray.exceptions import RayActorError
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 
 from app.launch import serving
 from app.launch.port_block import PortBlock
 from loadtests.client import INSTANCE, MODEL
-from loadtests.cluster import LocalCluster, wait_for
+from loadtests.cluster import SLOW_POLL_S, START_TIMEOUT_S, LocalCluster, wait_for
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",  # moved requests then give the same text to the letter
@@ -34,6 +36,7 @@ OPTIONS: dict[str, Any] = {
     "tenant_header": "x-tenant",
     "admin_routes": True,
     "max_lag_s": 60,  # a busy machine is no overload
+    "unavailable_after_s": 600,  # nor does an engine that starts slowly there refuse anything
 }
 """Of most tests' application."""
 
@@ -71,17 +74,17 @@ class BreakableCluster(LocalCluster):
 
     def __init__(self) -> None:
         super().__init__("breakable_application:build", [Path(__file__).parent])
-        self._wanted = 0  # engine replicas, as Serve was last told
+        self._wanted = (0, 0)  # engine and ingress replicas, as Serve was last told
 
     def deploy(self, **options: Any) -> None:
         """See ``LocalCluster.deploy``."""
-        self._wanted = options.get("engine_replicas", 1)
+        self._wanted = (options.get("engine_replicas", 1), 1)
         super().deploy(**options)
 
     def scale(self, replicas: int | None = None, ingresses: int = 1) -> None:
         """See ``LocalCluster.scale``; by default there stay as many engine replicas."""
-        self._wanted = self._wanted if replicas is None else replicas
-        super().scale(self._wanted, ingresses)
+        self._wanted = (self._wanted[0] if replicas is None else replicas, ingresses)
+        super().scale(*self._wanted)
 
     def stop(self) -> None:
         """See ``LocalCluster.stop``; no client is left for whom an ingress would answer some seconds more."""
@@ -91,32 +94,57 @@ class BreakableCluster(LocalCluster):
         super().stop()
 
     def ensure(self, **options: Any) -> None:
-        """Deploy, unless exactly that is deployed already."""
+        """Deploy, unless exactly that is deployed already, and wait until what was before is gone."""
         if self.options != options:
             self.deploy(**options)
+        wait_for(self.alone, SOON_S, "there are other replicas than those that run", SLOW_POLL_S)
 
     def settle(self, replicas: int) -> None:
-        """Have exactly this many, all routable, and no other that is still stopping, whatever was before.
-
-        By Serve's account as well as by the processes: Serve may still count one that a test has killed, and
-        then stops a live one in its place.
-        """
-        if self._wanted != replicas:
+        """Have exactly this many engines and one ingress, all idle, whatever was before, and no others."""
+        if self._wanted != (replicas, 1):
             self.scale(replicas)
 
         def settled() -> bool:
             health = self.health()
             return (
                 health.get("routable") == health.get("replicas") == replicas
-                and len(self.engine_pids()) == replicas
-                and self._replica_states() == {"RUNNING": replicas}
+                and health.get("live_requests") == 0
+                and self.alone()
+                and len(self.channels()) == len(self.engine_pids()) == replicas
+                and len(self.ingress_pids()) == 1
+                and self.idle()
             )
 
-        wait_for(settled, SOON_S, f"there are not {replicas} replicas, all routable", 0.2)
+        wait_for(settled, SOON_S, f"there are not {replicas} idle replicas, all routable", 0.2)
 
-    def _replica_states(self) -> dict[str, int]:
-        """How many engine replicas Serve's controller counts in each state."""
-        return dict(serve.status().applications[serving.APP_NAME].deployments["engine"].replica_states)
+    def alone(self) -> bool:
+        """Whether the replicas that run, by Serve's account, are all whose processes are there.
+
+        Serve may still count one that a test has killed, and then stop a live one in its place. A process may
+        still answer although Serve has told it to stop, an ingress for seconds.
+        """
+        states = self._replica_states()
+        pids = {"engine": self.engine_pids(), "ingress": self.ingress_pids()}
+        return states == {kind: dict.fromkeys(pids[kind], "RUNNING") for kind in pids}
+
+    def _replica_states(self) -> dict[str, dict[int | None, str]]:
+        """The state of each replica that Serve's controller knows, by kind and process.
+
+        Not by its status, which says nothing of those that run after a deploy has failed.
+        """
+        name = serving.APP_NAME
+
+        def states(controller: Any) -> dict[str, dict[int | None, str]]:
+            found: dict[str, dict[int | None, str]] = {"engine": {}, "ingress": {}}
+            for deployment, state in controller.deployment_state_manager._deployment_states.items():
+                if deployment.app_name == name:
+                    of = found[deployment.name.partition("-")[0]]
+                    of.update((one.pid, one.state.value) for one in state.list_replica_details())
+            return found
+
+        answer = _get_global_client()._controller.__ray_call__.remote(states)
+        told: dict[str, dict[int | None, str]] = ray.get(answer, timeout=SOON_S)
+        return told
 
     def redeploy_one(self, options: dict[str, Any]) -> None:
         """Deploy, and wait until nothing but one replica with the pool of ``options`` is left."""
@@ -124,10 +152,19 @@ class BreakableCluster(LocalCluster):
         pool = ("referenced_blocks", "cached_blocks", "free_blocks")
 
         def replaced() -> bool:
-            return [sum(state[part] for part in pool) for state in self.inspect()] == [options["num_blocks"]]
+            pools = [sum(state[part] for part in pool) for state in self.inspect()]
+            return pools == [options["num_blocks"]] and self.alone()
 
         wait_for(replaced, SOON_S, "the replica with the new pool is not alone")
         self.wait_routable(1)
+
+    def health(self) -> dict[str, Any]:
+        """See ``LocalCluster.health``; asked again while nothing answers."""
+        return wait_for(super().health, START_TIMEOUT_S, "no ingress answers")  # type: ignore[no-any-return]
+
+    def ingresses(self) -> list[dict[str, Any]]:
+        """See ``LocalCluster.ingresses``; asked again while one of them does not answer."""
+        return wait_for(super().ingresses, SOON_S, "an ingress does not answer")  # type: ignore[no-any-return]
 
     def inspect(self) -> list[dict[str, Any]]:
         """See ``LocalCluster.inspect``; asked again while this process has not heard that a replica is gone."""
@@ -135,10 +172,10 @@ class BreakableCluster(LocalCluster):
         def states() -> tuple[list[dict[str, Any]]] | None:
             try:
                 return (super(BreakableCluster, self).inspect(),)
-            except RayActorError:
+            except (RayActorError, RayServeException, TimeoutError):
                 return None
 
-        (found,) = wait_for(states, SOON_S, "a replica that is gone is still asked")
+        (found,) = wait_for(states, SOON_S, "a replica that is gone, or too slow, is still asked")
         return found
 
     def slow_steps(self, seconds: float = SLOW_S) -> contextlib.AbstractContextManager[Callable[[], None]]:
@@ -203,7 +240,7 @@ class BreakableCluster(LocalCluster):
     def tell(self, replica: str, order: str, *how: Any) -> Any:
         """Call a method of one ``BreakableReplica``, which does it harm."""
         handle = serve.get_deployment_handle("engine", serving.APP_NAME)
-        return getattr(handle, order).remote(*how, target=replica).result(timeout_s=30)
+        return getattr(handle, order).remote(*how, target=replica).result(timeout_s=SOON_S)
 
 
 def kill_all(process: psutil.Popen) -> None:

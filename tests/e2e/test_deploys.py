@@ -34,7 +34,7 @@ def replicas(cluster: BreakableCluster) -> tuple[set[int], set[int]]:
 
 def settled(cluster: BreakableCluster) -> tuple[set[int], set[int]]:
     """``replicas`` once none of the deploy before, of whichever test, are left."""
-    wait_for(lambda: [len(pids) for pids in replicas(cluster)] == [2, 1], SOON_S, "old replicas are left")
+    cluster.settle(2)
     return replicas(cluster)
 
 
@@ -123,7 +123,7 @@ def test_an_option_restarts_what_it_concerns(restartable: BreakableCluster, said
     """Of the ingress first, then of the engines."""
     cluster = restartable
     engines, ingresses = settled(cluster)
-    options: dict[str, Any] = {**cluster.options, "unavailable_after_s": 61, "log_level": "WARNING"}
+    options: dict[str, Any] = {**cluster.options, "unavailable_after_s": 601, "log_level": "WARNING"}
     check(asyncio.run(under_load(cluster, lambda: cluster.deploy(**options))), said)
     after = settled(cluster)
     assert after[0] == engines
