@@ -174,8 +174,7 @@ class LocalCluster:
         self._apply(self._config())
         wait_for(self._running, START_TIMEOUT_S, "the application does not run", SLOW_POLL_S)
         if options.get("min_replicas") == 0:
-            healthy = ("ok", "asleep")
-            answers = lambda: self.health().get("status") in healthy  # noqa: E731
+            answers = lambda: self.health().get("status") in ("ok", "asleep")  # noqa: E731
             wait_for(answers, START_TIMEOUT_S, "no ingress answers", SLOW_POLL_S)
         else:
             self.wait_routable(options.get("engine_replicas", 1))
@@ -199,10 +198,9 @@ class LocalCluster:
         """Each ingress replica's own account of itself; none while one of them does not answer."""
         handle = serve.get_deployment_handle("ingress", serving.APP_NAME)
         try:
-            states: list[dict[str, Any]] = handle.broadcast("inspect").results(timeout_s=10)
+            return handle.broadcast("inspect").results(timeout_s=10)  # type: ignore[no-any-return]
         except (RayError, RayServeException, TimeoutError):
             return []
-        return states
 
     def wait_routable(self, replicas: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Until the ingress that answers has exactly this many open channels."""
@@ -216,8 +214,7 @@ class LocalCluster:
     def inspect(self) -> list[dict[str, Any]]:
         """Each engine replica's own account of itself, by name."""
         handle = serve.get_deployment_handle("engine", serving.APP_NAME)
-        states = handle.broadcast("inspect").results(timeout_s=30)
-        return sorted(states, key=lambda state: state["replica"])
+        return sorted(handle.broadcast("inspect").results(timeout_s=30), key=lambda state: state["replica"])
 
     def idle(self) -> bool:
         """No request and no referenced block anywhere."""
@@ -238,13 +235,16 @@ class LocalCluster:
 
     def connections(self) -> int:
         """Open connections of clients, by HAProxy's own account."""
+        return sum(int(row["scur"]) for row in self.proxy_stats() if row["# pxname"] == "http_frontend")
+
+    def proxy_stats(self) -> list[dict[str, str]]:
+        """HAProxy's own account of what it listens on, and of whom it sends requests to."""
         (path,) = self._instance.folder.glob("ha/*/admin.sock")
         with socket.socket(socket.AF_UNIX) as admin:
             admin.connect(str(path))
             admin.sendall(b"show stat\n")
             with admin.makefile() as answer:
-                rows = csv.DictReader(answer)
-                return sum(int(row["scur"]) for row in rows if row["# pxname"] == "http_frontend")
+                return list(csv.DictReader(answer))
 
     def kill(self, pid: int, how: signal.Signals = signal.SIGKILL) -> None:
         """A fault in one of this cluster's processes."""

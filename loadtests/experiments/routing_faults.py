@@ -142,7 +142,7 @@ class RoutingFaults(Fleet):
         )
         self.say([text * 3 for text in prompts(12, seed=5)], 4)
         replicas = [state["replica"] for state in self.cluster.inspect()]
-        seconds_until(lambda: differing_indexes(self.cluster.ingresses(), replicas) == 0, 5.0)
+        seconds_until(lambda: differing_indexes(self.cluster.ingresses(), replicas) == 0, LIMIT_S)
         ingresses = self.ingresses()
         blocks = sum(state["digest"][2] for state in ingresses[0]["index"].values() if state["digest"])
         what = "two ingresses"

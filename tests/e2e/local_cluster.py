@@ -111,11 +111,19 @@ class BreakableCluster(LocalCluster):
                 and health.get("live_requests") == 0
                 and self.alone()
                 and len(self.channels()) == len(self.engine_pids()) == replicas
-                and len(self.ingress_pids()) == 1
+                and len(self.ingress_pids()) == self.proxied() == 1
                 and self.idle()
             )
 
         wait_for(settled, SOON_S, f"there are not {replicas} idle replicas, all routable", 0.2)
+
+    def proxied(self) -> int:
+        """To how many ingresses HAProxy sends requests; it hears of a new one from Serve, in its own time."""
+        try:
+            rows = self.proxy_stats()
+        except (OSError, ValueError):  # it has just reloaded
+            return 0
+        return sum(row["svname"].startswith("SERVE_REPLICA") and row["status"] == "UP" for row in rows)
 
     def alone(self) -> bool:
         """Whether the replicas that run, by Serve's account, are all whose processes are there.

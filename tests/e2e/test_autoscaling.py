@@ -185,8 +185,9 @@ def no_replica_stops_when_the_controller_dies(scaled: BreakableCluster) -> None:
 def the_last_one_goes_and_comes_back_for_the_first_request(scaled: BreakableCluster) -> None:
     wait_for(lambda: not scaled.engine_pids(), STARTED_S, "the last replica stays", SLOW_POLL_S)
     wait_for(lambda: scaled.health().get("status") == "asleep", SOON_S, "the ingress does not know of it")
-    assert httpx.get(f"{scaled.url}/health").status_code == 200
-    assert httpx.get(f"{scaled.url}/v1/models").json()["data"][0]["object"] == "model"
+    with scaled.http() as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/v1/models").json()["data"][0]["object"] == "model"
     assert stays(lambda: not scaled.engine_pids(), 2.0), "it was woken for nobody"
     # It is looked at while they run: soon after their end it may have gone again.
     with scaled.slow_steps() as go_on, ThreadPoolExecutor(1) as clients:
@@ -316,6 +317,7 @@ def test_reports_that_break_or_fail_to_come_move_nothing(
         temporary.replace(path)  # never half a file
 
     order(nan=True)
+    asked(path).touch()  # none may have been asked when they run
     options = {"max_replicas": 4, "scale_down_after_s": 1, "scaling_reserve": 0}
     try:
         # The other application comes, and is scaled, beside one whose policy always fails.

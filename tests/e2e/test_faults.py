@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -118,7 +119,8 @@ def test_many_clients_vanish(cluster: BreakableCluster) -> None:
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
     wait_for(lambda: cluster.health()["live_requests"] == 0, SOON_S, "the ingress still has requests")
     assert cluster.channels() == before
-    assert set(cluster.health()["booked_tokens"].values()) == {0}
+    booked = lambda: set(cluster.health()["booked_tokens"].values())  # noqa: E731
+    wait_for(lambda: booked() == {0}, SOON_S, "tokens are booked for nobody")
     wait_for(lambda: cluster.connections() == 0, SOON_S, "connections are left")
 
 
@@ -162,7 +164,6 @@ def test_a_replica_stops_and_a_node_dies_amid_streams(
 
 def a_stopping_replica_hands_its_streams_over(cluster: BreakableCluster, undisturbed: list[Outcome]) -> None:
     before = cluster.engine_pids()
-    still_running = []
 
     def stop_one() -> None:
         cluster.scale(1)
@@ -170,11 +171,11 @@ def a_stopping_replica_hands_its_streams_over(cluster: BreakableCluster, undistu
         (left,) = (state["pid"] for state in cluster.inspect())
         (stopped,) = (pid for pid in before if pid != left)
         wait_for(lambda: gone(stopped), SOON_S, "the replica is still there")
-        still_running.extend(state["live_requests"] for state in cluster.inspect())
+        handed_over = lambda: [state["live_requests"] for state in cluster.inspect()] == [FEW]  # noqa: E731
+        wait_for(handed_over, SOON_S, "the replica waited for its streams")
 
     outcomes = asyncio.run(while_streaming(cluster, stop_one, FEW, LONG))
     check_same(outcomes, undisturbed)
-    assert still_running == [FEW], "the replica waited for its streams"
 
 
 def streams_of_the_only_engine_go_on_with_the_next(
@@ -212,7 +213,7 @@ def streams_of_a_node_that_is_killed_go_on(cluster: BreakableCluster, undisturbe
             remove_placement_group(taken)
             outcomes = asyncio.run(while_streaming(cluster, lambda: kill_all(node)))
             check_same(outcomes, undisturbed)
-            assert gone(there)
+            wait_for(lambda: gone(there), SOON_S, "the node's engine is still there")
             wait_for(
                 lambda: len(cluster.engine_pids()) == 2, SOON_S, "no engine has come in its place", SLOW_POLL_S
             )
@@ -248,7 +249,7 @@ def test_an_engine_dies_while_another_refuses_connections(
     assert min(called, submitted) >= STREAMS // 3
     wait_for(lambda: gone(victim["pid"]), SOON_S, "Serve still keeps the replica without an engine")
     cluster.wait_routable(3, timeout_s=SOON_S)
-    assert cluster.health()["unconnected"] == [blocked["replica"]]
+    wait_for(refused, SOON_S, "another one has no connection, or this one has")
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
     cluster.kill(blocked["pid"])  # the tests after this one need one that can be connected to
     wait_for(lambda: gone(blocked["pid"]), SOON_S, "it is still there")
@@ -269,7 +270,7 @@ def test_hung_engine_loses_its_requests(cluster: BreakableCluster, undisturbed: 
     try:
         outcomes = asyncio.run(while_streaming(cluster, lambda: cluster.kill(victim["pid"], signal.SIGSTOP)))
     finally:
-        if not gone(victim["pid"]):  # Serve may have replaced it
+        with contextlib.suppress(ProcessLookupError):  # Serve may have replaced it
             cluster.kill(victim["pid"], signal.SIGCONT)
     check_same(outcomes, undisturbed)
     cluster.wait_routable(2, timeout_s=SOON_S)
@@ -301,7 +302,7 @@ def test_channels_that_break_amid_streams_cost_no_computation(
     cluster: BreakableCluster, undisturbed: list[Outcome]
 ) -> None:
     def routed() -> int:
-        return sum(sum(ingress["routed"].values()) for ingress in wait_for(cluster.ingresses, SOON_S, "silent"))
+        return sum(sum(ingress["routed"].values()) for ingress in cluster.ingresses())
 
     def made() -> int:
         return sum(state["generated_tokens"] for state in cluster.inspect())
@@ -364,7 +365,7 @@ def test_garbage_is_not_sought_in_what_an_engine_has_loaded(cluster: BreakableCl
 def lone(cluster: BreakableCluster) -> Iterator[str]:
     """The only replica that takes anything new."""
     other, one = (state["replica"] for state in cluster.inspect())
-    cluster.cordon([other], SOON_S)
+    cluster.cordon([other], 10 * SOON_S)
     yield one
     cluster.cordon([], 0.0)
 

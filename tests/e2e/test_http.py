@@ -194,8 +194,13 @@ def test_the_live_page_says_which_request_holds_a_replicas_blocks(
     with http.stream("POST", "/v1/completions", json=asked, headers={"x-request-id": "holds@1"}) as response:
         lines = response.iter_lines()  # whoever drops this iterator hangs up
         next(lines)
-        found = [http.get("/dashboard/blocks", params=params).json()["names"] for params in wanted]
-    assert ["holds@1"] in found
+
+        def told() -> bool:
+            return ["holds@1"] in [
+                http.get("/dashboard/blocks", params=of).json().get("names") for of in wanted
+            ]
+
+        wait_for(told, SOON_S, "no replica's blocks are the request's")
 
 
 def test_many_clients_at_once_all_get_their_own_answer(sdk: openai.OpenAI) -> None:
@@ -218,7 +223,7 @@ def test_figures_are_in_rays_prometheus_endpoint_and_in_the_servers(
         http.post("/v1/completions", json=asked).raise_for_status()
 
     def figures() -> dict[str, float] | None:
-        text = httpx.get(f"http://127.0.0.1:{cluster.metrics_port}/metrics", timeout=10).text
+        text = httpx.get(f"http://127.0.0.1:{cluster.metrics_port}/metrics", timeout=SOON_S).text
         found: dict[str, float] = {}
         for name, labels, value in re.findall(r"^ray_((?:quire|vllm)_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
             state = re.search(r'(?:^|,)state="(\w+)"', labels)
@@ -238,7 +243,7 @@ def test_figures_are_in_rays_prometheus_endpoint_and_in_the_servers(
         least = {"prefix_hit_tokens_total": 48, "generated_tokens_total": 6, "kv_blocks:cached": 1}
         return found if all(found[f"quire_{name}"] >= value for name, value in least.items()) else None
 
-    wait_for(figures, 60, "the metrics are not there")  # Ray sends each in its own time
+    wait_for(figures, SOON_S, "the metrics are not there")  # Ray sends each in its own time
 
     def served() -> dict[str, dict[str, float]] | None:
         """By name and replica, once both engines have sent theirs and the ingress has counted the ends."""
@@ -257,7 +262,7 @@ def test_figures_are_in_rays_prometheus_endpoint_and_in_the_servers(
         enough = all(sum(found.get(name, {}).values()) >= value for name, value in least.items())
         return found if enough and len(found["quire_prefix_hit_tokens_total"]) == 2 else None
 
-    fleet = wait_for(served, 60, "the server does not say so")
+    fleet = wait_for(served, SOON_S, "the server does not say so")
     assert len(fleet["quire_ended_requests_total"]) == 1  # there is one ingress
 
 

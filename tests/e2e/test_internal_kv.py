@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import ray
-from local_cluster import BreakableCluster
+from local_cluster import SOON_S, BreakableCluster
 
 from app.autoscaling.publishing import NAMESPACE
 
@@ -35,12 +35,12 @@ def test_what_one_process_writes_there_another_one_reads(bare_cluster: Breakable
     ingress, write = remote(Ingress).remote(), remote(put)
 
     def look() -> dict[str, Any]:
-        state: dict[str, Any] = ray.get(ingress.look.remote(), timeout=60)
+        state: dict[str, Any] = ray.get(ingress.look.remote(), timeout=SOON_S)
         return state
 
     assert look() == {"received": 0, "faults": 0, "likely_victims": []}
-    ray.get(write.remote(1, ["a", "b"]), timeout=60)
+    ray.get(write.remote(1, ["a", "b"]), timeout=SOON_S)
     assert look() == {"received": 1, "faults": 0, "likely_victims": ["a", "b"]}
-    ray.get(write.remote(2, []), timeout=60)
+    ray.get(write.remote(2, []), timeout=SOON_S)
     assert look() == {"received": 2, "faults": 0, "likely_victims": []}
     ray.kill(ingress)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from local_cluster import EVENLY, SHORT_OF_MEMORY, SOON_S, BreakableCluster, deploy_evenly, paced_options
+from paced_model import HELD_S
 
 from engine.scheduling.recovery import Recovery
 from loadtests.client import Client, Outcome, complete_all
-from loadtests.cluster import LocalCluster, wait_for
+from loadtests.cluster import wait_for
 from loadtests.workloads import prompts
 
 STREAMS, TOKENS = 16, 48
@@ -41,9 +42,21 @@ def blocks_needed(streams: int, tokens: int) -> int:
     return streams * -(-(PROMPT_TOKENS + tokens) // BLOCK_SIZE)
 
 
-def press(cluster: LocalCluster, texts: Sequence[str], tokens: int) -> Pressed:
+def press(cluster: BreakableCluster, texts: Sequence[str], tokens: int) -> Pressed:
     """Run all streams at once, and look at the engine afterwards."""
-    outcomes = asyncio.run(complete_all(cluster.url, texts, tokens, cluster.instance))
+
+    async def all_at_once() -> list[Outcome]:
+        with cluster.slow_steps() as go_on:  # until the last one has come, the first ones have not ended
+            streams = asyncio.ensure_future(complete_all(cluster.url, texts, tokens, cluster.instance))
+            come = lambda: streams.done() or all_live()  # noqa: E731
+            await asyncio.to_thread(wait_for, come, SOON_S, "not all requests arrive")
+            go_on()
+            return await streams
+
+    def all_live() -> bool:
+        return sum(state["live_requests"] for state in cluster.inspect()) == len(texts)
+
+    outcomes = asyncio.run(all_at_once())
     wait_for(cluster.idle, SOON_S, "requests or blocks are left")
     states = cluster.inspect()
     recoveries = {kind: sum(state["recoveries"][kind] for state in states) for kind in map(str, Recovery)}
@@ -98,7 +111,7 @@ def test_a_better_request_takes_the_blocks_that_the_sequences_of_another_share(
     async def both() -> tuple[Outcome, Outcome, Outcome]:
         async with Client(cluster.url, cluster.instance) as client:
             alone = await ask(client)
-            with cluster.slow_steps():
+            with cluster.slow_steps(HELD_S):
                 worse = asyncio.ensure_future(ask(client))
                 run = lambda: cluster.inspect()[0]["running"] == 4  # noqa: E731
                 await asyncio.to_thread(wait_for, run, SOON_S, "the sequences do not run")

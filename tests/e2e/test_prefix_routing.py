@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-from local_cluster import SOON_S, BreakableCluster
+from local_cluster import BreakableCluster
+from paced_model import HELD_S
 
 from loadtests.client import MODEL, Client, Outcome
-from loadtests.cluster import wait_for
 
 CLIENTS, ASKED = 4, 16
 SHOPS = ("shoes", "lamps", "books", "tea")
@@ -69,7 +69,7 @@ def test_a_replica_that_is_slow_gets_less(cluster: BreakableCluster) -> None:
     answered: list[Outcome] = []
 
     def routed() -> Counter[str]:
-        (ingress,) = wait_for(cluster.ingresses, SOON_S, "the ingress does not answer")
+        (ingress,) = cluster.ingresses()
         return Counter(ingress["routed"])
 
     async def keep_asking(client: Client, number: int) -> None:
@@ -82,7 +82,7 @@ def test_a_replica_that_is_slow_gets_less(cluster: BreakableCluster) -> None:
             await asyncio.gather(*(keep_asking(client, 1000 + number) for number in range(CLIENTS)))
 
     before = routed()
-    cluster.tell(slow, "slow_down", 0.5)
+    cluster.tell(slow, "slow_down", HELD_S)
     asyncio.run(ask())
     assert [outcome.fault for outcome in answered if outcome.fault] == []
     got = routed() - before

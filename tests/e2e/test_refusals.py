@@ -82,7 +82,7 @@ def ingress_name(cluster: BreakableCluster) -> str:
 def figures(address: str, ingress: str) -> dict[str, float]:
     """What a page of metrics says of one ingress: its refusals for overload, and the wait that it expects."""
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(httpx.get(address, timeout=10).text):
+    for family in text_string_to_metric_families(httpx.get(address, timeout=SOON_S).text):
         for sample in family.samples:
             name, labels = sample.name.removeprefix("ray_"), sample.labels
             if name in FIGURES and labels["replica"].split("#")[-1] == ingress:
@@ -113,7 +113,7 @@ def test_a_flood_is_held_off_and_its_end_is_noticed(small: BreakableCluster) -> 
 
     wait_for(small.idle, SOON_S, "requests or blocks are left")
     wait_for(lambda: not small.ingresses()[0]["overload"]["refusing"], SOON_S, "the door stays closed")
-    again = httpx.post(f"{small.url}/v1/completions", json={"prompt": "Hello", "max_tokens": 2}, timeout=60)
+    again = httpx.post(f"{small.url}/v1/completions", json={"prompt": "Hello", "max_tokens": 2}, timeout=120)
     assert again.status_code == 200
 
     # Ray still has those of ingresses that have gone, too.

@@ -20,7 +20,7 @@ from loadtests.cluster import gone, wait_for
 
 FLEET, NEIGHBORS = 3, 16
 STREAMS = 5
-SHORT, SOME, LONG = 6, 100, 200  # tokens
+SHORT, SOME, LONG = 6, 100, 400  # tokens; at slow steps a long stream outlasts the slowest start of a replica
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_a_model_comes_and_sleeps_beside_one_that_goes_on(
     del shared["engine_cpus"]
     stays = {"name": "stays", "model": str(paced_model)}
     sleeps = {"name": "sleeps", "model": str(new_model), "dtype": "bfloat16", "max_replicas": 1}
-    cluster.deploy(**shared, models=[stays])
+    cluster.ensure(**shared, models=[stays])
     before = cluster.engine_pids()
 
     def woken() -> dict[str, str]:
