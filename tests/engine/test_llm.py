@@ -242,4 +242,4 @@ def test_names_go_through_the_resolver(tiny_models: dict[str, Path]) -> None:
 
 def test_importing_the_package_is_light() -> None:
     code = "import sys, engine; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,5 +17,5 @@ def test_no_lane_overflows_and_results_are_near(tmp_path: Path) -> None:
     flags = ["-O1" if flag == "-O3" else flag for flag in FLAGS]
     command = [*find_compilers()[0], *flags, *_native_flags(), *TRAPS, f"-I{SOURCE_FOLDER}", *sources]
     subprocess.run([*command, "-o", str(program)], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout or f"ended by signal {-done.returncode}"

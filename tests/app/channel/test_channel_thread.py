@@ -37,7 +37,7 @@ def test_channels_share_the_thread_of_serves_routers_and_leave_it_running(
         assert channels.loop is loop
         assert channels.thread is routers
         channels.stop()
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         routers.join(30)
@@ -62,7 +62,7 @@ def test_without_that_loop_they_have_a_thread_of_their_own(
             ended.set_result(True)
 
     asyncio.run_coroutine_threadsafe(work(), channels.loop)
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), channels.loop).result(10)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), channels.loop).result(60)
     channels.stop()
     assert not channels.thread.is_alive()
     assert channels.loop.is_closed()
