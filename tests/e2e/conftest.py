@@ -37,11 +37,11 @@ def bare_cluster() -> Iterator[BreakableCluster]:
     os.environ["RAY_metrics_report_interval_ms"] = "1000"  # noqa: SIM112  (instead of ten seconds until its figures are seen)
     # As in a server whose controller has restarted: at Serve's 0.1 s it takes twice the processor time.
     os.environ[CONTROL_INTERVAL] = str(RESTARTED_S)
-    cluster = BreakableCluster()
+    os.environ["RAY_gcs_server_port_wait_time_s"] = "300"  # noqa: SIM112  (for Ray's first process on a busy machine)
     with _CLUSTERS:
         _CLUSTERS.callback(os.environ.pop, CONTROL_INTERVAL, None)
+        cluster = BreakableCluster.started()
         _CLUSTERS.callback(cluster.stop)
-        cluster.start()
         yield cluster
 
 

@@ -76,6 +76,20 @@ class BreakableCluster(LocalCluster):
         super().__init__("breakable_application:build", [Path(__file__).parent])
         self._wanted = (0, 0)  # engine and ingress replicas, as Serve was last told
 
+    @classmethod
+    def started(cls) -> BreakableCluster:
+        """One with Ray and Serve; see ``NODE_TRIES``."""
+        for left in reversed(range(NODE_TRIES)):
+            cluster = cls()
+            try:
+                cluster.start()
+                break
+            except Exception as error:
+                cluster.stop()
+                if not left or "timed out during startup" not in str(error):
+                    raise
+        return cluster
+
     def deploy(self, **options: Any) -> None:
         """See ``LocalCluster.deploy``."""
         self._wanted = (options.get("engine_replicas", 1), 1)
