@@ -31,6 +31,7 @@ from engine.kv.block_keys import KeyScheme
 from engine.kv.block_pool import BlockPool
 from engine.kv.host_pool import HostPool
 from engine.kv.kv_events import KvEvents, root_key_of
+from engine.kv.pool_size import free_ram
 from engine.kv.prefix_index import PrefixIndex
 from engine.request import ModelLimits, Request, TokenDelta
 from engine.scheduling.candidates import Outcome
@@ -44,6 +45,7 @@ from engine.scheduling.step import StepTiming
 from engine.seeds import request_seed
 from engine.stats import EngineStats
 from engine.structured.compiler import GrammarCompiler
+from engine.structured.lexers import lexer_memory
 from engine.structured_output import FORM_FAILED
 
 logger = logging.getLogger(__name__)
@@ -97,7 +99,11 @@ class Engine:
             speculation=self._speculation(),
         )
         self.grammars = GrammarCompiler(
-            self.runner.folder, self.limits.vocab_size, self.runner.eos_token_ids, checked=not offline
+            self.runner.folder,
+            self.limits.vocab_size,
+            self.runner.eos_token_ids,
+            checked=not offline,
+            memory=lexer_memory(free_ram() // config.memory_sharers),
         )
         self.fills_cores = self.runner.device.type == "cpu" and self.runner.num_threads >= usable_cores()
         """Whether a step leaves no core to anything else."""
@@ -221,6 +227,7 @@ class Engine:
             failed[sequence.request_id] = f"{FORM_FAILED}: {reason}"
             if sequence.params.structured_output is not None:
                 self.grammars.forget(sequence.params.structured_output)
+        self.grammars.bound_memory()
         return failed
 
     def _run_in_parts(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[Outcome], dict[str, str]]:

@@ -25,6 +25,7 @@ from engine.errors import (
 from engine.structured.budget import FollowBudgets
 from engine.structured.checker import GrammarChecker, yield_to_steps
 from engine.structured.grammar import Grammar, build_grammar, load_llg_tokenizer, lowered
+from engine.structured.lexers import LIMIT, CompiledForm, LexerMemory
 from engine.structured.round_robin_queue import RoundRobinQueue
 from engine.structured_output import StructuredOutput
 
@@ -36,9 +37,6 @@ WORKERS = 2
 
 KEPT = 64
 """Grammars and refusals that are kept."""
-
-KEPT_BYTES = 1 << 30
-"""Bytes that the states of kept grammars may take. What running sequences use stays as long as they run."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +53,17 @@ class GrammarCompiler:
 
     Args:
         checked: first try each new grammar in a separate process, because its author may be hostile.
+        memory: bytes that all grammars and what follows them may take.
     """
 
     def __init__(
-        self, folder: str | Path, vocab_size: int, end_token_ids: tuple[int, ...], *, checked: bool
+        self,
+        folder: str | Path,
+        vocab_size: int,
+        end_token_ids: tuple[int, ...],
+        *,
+        checked: bool,
+        memory: int = LIMIT,
     ) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
@@ -68,6 +73,8 @@ class GrammarCompiler:
         self._loading = threading.Lock()  # guards the tokenizer
         self._tokenizer: LLTokenizer | None = None
         self._budgets = FollowBudgets()
+        self.memory = LexerMemory(memory)
+        self._preparing: threading.Thread | None = None
         self._checked = checked
         self._queue: RoundRobinQueue[_Job] = RoundRobinQueue()
         self._threads = 0
@@ -109,8 +116,7 @@ class GrammarCompiler:
                 threading.Thread(target=self._work, name="quire-grammar", daemon=True).start()
 
     def _work(self) -> None:
-        if sys.platform == "linux":  # elsewhere threads have no priority of their own
-            yield_to_steps(threading.get_native_id())
+        _yield_here()
         while (job := self._queue.get()) is not None:
             if job.done.set_running_or_notify_cancel():
                 self._run(job)
@@ -138,7 +144,8 @@ class GrammarCompiler:
                 kept = error
             with self._lock:
                 self._kept[form] = kept
-        self._make_room()
+                while len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
         if isinstance(kept, InvalidRequestError):
             raise InvalidRequestError(kept.message, kept.param, kept.code)
         with self._lock:
@@ -157,14 +164,24 @@ class GrammarCompiler:
         with self._lock:
             self._kept.pop(form, None)
 
-    def _make_room(self) -> None:
-        """Keep no more than there is room for: those that were used last."""
-        with self._lock:
-            room = KEPT_BYTES
-            for number, (form, kept) in enumerate(reversed(list(self._kept.items()))):
-                room -= kept.form.lexer.most_bytes if isinstance(kept, Grammar) else 0
-                if number >= KEPT or (number and room < 0):
-                    del self._kept[form]
+    def bound_memory(self) -> None:
+        """Keep the memory of all grammars within its limit; only the engine's thread may call it.
+
+        Also compiles in a thread what takes too long to be compiled once sequences need it.
+        """
+        forms = self.memory.bound()
+        if forms and (self._preparing is None or not self._preparing.is_alive()):
+            self._preparing = threading.Thread(
+                target=self._prepare, args=(forms,), name="quire-grammar", daemon=True
+            )
+            self._preparing.start()
+
+    @staticmethod
+    def _prepare(forms: list[CompiledForm]) -> None:
+        _yield_here()
+        for form in forms:
+            if form.spare is None:
+                form.prepare()
 
     def close(self) -> None:
         """End the processes. What is being compiled or waits for it fails at once, as do later calls."""
@@ -176,14 +193,16 @@ class GrammarCompiler:
 
     def _found(self, form: StructuredOutput) -> Grammar | InvalidRequestError | None:
         with self._lock:
-            if form in self._kept:
-                self._kept.move_to_end(form)
-            return self._kept.get(form)
+            kept = self._kept.pop(form, None)
+            if kept is None or (isinstance(kept, Grammar) and kept.form.lexer.dropped):
+                return None
+            self._kept[form] = kept
+            return kept
 
     def _compiled(self, form: StructuredOutput) -> Grammar:
         tokenizer = self._loaded()
         if not self._checked:
-            return build_grammar(tokenizer, form, lowered(form), self._vocab_size)
+            return build_grammar(tokenizer, form, lowered(form), self._vocab_size, self.memory)
         checker = self._idle.get()
         try:
             grammar = checker.check(form)
@@ -194,7 +213,7 @@ class GrammarCompiler:
             raise
         finally:
             self._idle.put(checker)
-        return build_grammar(tokenizer, form, grammar, self._vocab_size)
+        return build_grammar(tokenizer, form, grammar, self._vocab_size, self.memory)
 
     def _loaded(self) -> LLTokenizer:
         with self._loading:
@@ -214,3 +233,9 @@ class GrammarCompiler:
             "structured_output",
             "unsupported_parameter",
         )
+
+
+def _yield_here() -> None:
+    """Give this thread a lower priority than steps have."""
+    if sys.platform == "linux":  # elsewhere threads have no priority of their own
+        yield_to_steps(threading.get_native_id())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import thread_time
@@ -15,11 +14,12 @@ import numpy as np
 
 from engine.errors import InvalidRequestError
 from engine.structured.budget import FollowBudget
+from engine.structured.lexers import CompiledForm, LexerMemory
 from engine.structured_output import StructuredOutput
 from engine.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """The whitespace allowed between two JSON tokens; bounded, because some models would write nothing else."""
@@ -31,41 +31,7 @@ MAX_STATES = 50_000
 """States of a lexer. Outputs that differ share many of them: one with a string of up to 4,000 characters takes
 about 20,000, and many take little more."""
 
-MAX_LEXER_BYTES = 48 << 20
-"""Bytes of the states of a lexer; most take a fifth of that."""
-
-LEXER_BYTES_PER_S = 200 << 20
-"""Bytes of states that a lexer can add in a second of CPU time; the fastest ones added 157 MiB."""
-
 _NOTHING = "no output can match it"
-
-
-class Lexer:
-    """A grammar compiled once. Its matchers share the lexer's states, which only ever increase."""
-
-    def __init__(self, start: LLMatcher) -> None:
-        self._start = start
-        self.followed_s = 0.0
-        """CPU time of following its matchers."""
-
-    def matcher(self) -> LLMatcher:
-        """A matcher at the beginning of an output."""
-        return self._start.deep_copy()
-
-    @property
-    def most_bytes(self) -> int:
-        """What its states may take; the library does not tell their number."""
-        return int(min(self.followed_s * LEXER_BYTES_PER_S, MAX_LEXER_BYTES))
-
-
-class CompiledForm:
-    """What all clients share of a form: the ``lexer`` of new sequences, and what compiles another."""
-
-    def __init__(self, lexer: Lexer, compiled: Callable[[], LLMatcher], compile_s: float) -> None:
-        self.lexer = lexer
-        self.compiled = compiled
-        self.compile_s = compile_s
-        """CPU time that compiling it took."""
 
 
 class Grammar:
@@ -138,11 +104,15 @@ def lowered(form: StructuredOutput) -> str:
 
 
 def build_grammar(
-    tokenizer: LLTokenizer, form: StructuredOutput, grammar: str, vocab_size: int | None = None
+    tokenizer: LLTokenizer,
+    form: StructuredOutput,
+    grammar: str,
+    vocab_size: int | None = None,
+    memory: LexerMemory | None = None,
 ) -> Grammar:
     """Compile ``grammar``, which is ``form`` lowered, work out what an output may begin with, and try a token.
 
-    ``vocab_size`` is the model's, unless it has all tokens of the tokenizer.
+    ``vocab_size`` is the model's, unless it has all tokens of the tokenizer. ``memory`` is the engine's.
     Takes no Python lock. The time that it may take has no bound: see :mod:`engine.structured.checker`.
 
     Raises:
@@ -176,7 +146,7 @@ def build_grammar(
         after.consume_tokens([first])
         if after.is_error():
             raise refused(form, after.get_error())
-    return Grammar(CompiledForm(Lexer(matcher), compiled, compile_s), tokenizer, vocab_size)
+    return Grammar(CompiledForm(matcher, compiled, compile_s, memory or LexerMemory()), tokenizer, vocab_size)
 
 
 def refused(form: StructuredOutput, reason: str) -> InvalidRequestError:

@@ -10,10 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.structured.budget import TOKEN_S
-from engine.structured.grammar import Grammar, Lexer, plain
-
-RESTART_S = 0.05
-"""Time that a restart may take: compiling, as far as that is known before, and following the output."""
+from engine.structured.grammar import Grammar, plain
+from engine.structured.lexers import RESTART_S, Lexer
 
 RESTART_TOKENS = 4
 """Tokens as long as which a restart may take before it counts as an excess."""
@@ -34,13 +32,18 @@ class Matcher:
     """Follows the output of one sequence, from its first token on.
 
     It only knows tokens, so a sequence that was preempted, forked, or moved here needs no more than its output.
-    Its lexer may be full of the states of others, of other clients, too. It then restarts with another lexer.
+    Its lexer may be full of the states of others, of other clients, too, or be dropped, because all lexers
+    together take too much memory. It then restarts with another lexer.
     """
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
+        self.followed_s = 0.0
+        """CPU time of following with this lexer."""
         self._lexer = grammar.form.lexer
+        self._lexer.users.add(self)
         self._matcher = self._lexer.matcher()
+        self._left = ""  # why it has no lexer
         self._tokens: list[int] = []  # of the output
         self._restarted = -SOON  # tokens that the output had then
         self._alone = False  # its last restart was with a lexer of its own
@@ -58,6 +61,11 @@ class Matcher:
         """Tokens of the output that it has followed."""
         return len(self._tokens)
 
+    def leave(self, reason: str) -> None:
+        """Give up the lexer, and all that depends on it; ``reason`` is for the error if it cannot restart."""
+        self._matcher, self._left = None, reason
+        self.followed_s = 0.0
+
     def advance(self, tokens: Sequence[int], unwanted: Iterable[int]) -> str | None:
         """Follow ``tokens``, the next ones of the output, and fill :attr:`mask`; return what went wrong.
 
@@ -67,17 +75,26 @@ class Matcher:
         began, paid = thread_time(), len(tokens)
         if tokens:
             self._tokens.extend(tokens)
-            self._matcher.consume_tokens(self._tokens[-len(tokens) :])
+            if self._matcher is not None:
+                self._matcher.consume_tokens(self._tokens[-len(tokens) :])
         error = None
-        if not self._fill(self._matcher):
+        if self._matcher is None:
+            error = self._left
+            if self._restart(began, alone=False):
+                error = None
+                paid += RESTART_TOKENS
+        elif not self._fill(self._matcher):
             # Whatever the library says: a full lexer may also say that an allowed token does not fit.
             error = plain(self._matcher.get_error())
             soon, again = len(self._tokens) - self._restarted < SOON, self._alone
+            self._restarted, self._alone = len(self._tokens), soon
             if self._restart(began, alone=soon):
                 error = None
                 paid += 0 if soon and again else RESTART_TOKENS
         took_s = thread_time() - began
+        self.followed_s += took_s
         self._lexer.followed_s += took_s
+        self._grammar.form.memory.worked_s += took_s
         if not self._grammar.budget.spend(took_s, paid) and error is None:
             error = f"following it takes more than {TOKEN_S * 1000:g} ms per token; simplify it"
         if error is not None:
@@ -97,12 +114,12 @@ class Matcher:
     def _restart(self, began: float, *, alone: bool) -> bool:
         """Follow the output with another lexer, whose states others share unless it is ``alone``."""
         form = self._grammar.form
-        self._restarted, self._alone = len(self._tokens), alone
-        if not alone and form.lexer is not self._lexer and self._follow(form.lexer, began):
+        shared = form.lexer
+        if not alone and shared is not self._lexer and self._follow(shared, began):
             return True  # another sequence has restarted with it
-        if form.compile_s > RESTART_S:
+        lexer = form.another()
+        if lexer is None:
             return False
-        lexer = Lexer(form.compiled())
         if not alone:
             form.lexer = lexer
         return self._follow(lexer, began)
@@ -110,6 +127,8 @@ class Matcher:
     def _follow(self, lexer: Lexer, began: float) -> bool:
         """Follow the whole output with ``lexer``, unless that takes too long or too many states."""
         matcher = lexer.matcher()
+        if matcher is None:
+            return False
         for first in range(0, len(self._tokens), _PIECE):
             if thread_time() - began > RESTART_S:
                 return False
@@ -117,7 +136,9 @@ class Matcher:
                 return False
         if not self._fill(matcher):
             return False
-        self._lexer, self._matcher = lexer, matcher
+        self._lexer.users.discard(self)
+        lexer.users.add(self)
+        self._lexer, self._matcher, self.followed_s = lexer, matcher, 0.0
         return True
 
     def _leave_out(self, unwanted: Iterable[int]) -> None:

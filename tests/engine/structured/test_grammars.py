@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models
 
 from engine.errors import ClientLimitError, EngineDeadError, GrammarFault, InvalidRequestError
@@ -26,8 +26,9 @@ from engine.structured.budget import BURST_S, SHARE, TOKEN_S, FollowBudget, Foll
 from engine.structured.budget import KEPT as BUDGETS
 from engine.structured.checker import NICENESS, GrammarChecker
 from engine.structured.compiler import KEPT, WORKERS, GrammarCompiler
-from engine.structured.grammar import MAX_LEXER_BYTES, build_grammar, load_llg_tokenizer, lowered
-from engine.structured.matcher import RESTART_S, Matcher
+from engine.structured.grammar import build_grammar, load_llg_tokenizer, lowered
+from engine.structured.lexers import LEAST, LIMIT, MAX_STATE_BYTES, RESTART_S, LexerMemory, lexer_memory
+from engine.structured.matcher import Matcher
 from engine.structured.round_robin_queue import RoundRobinQueue
 from engine.structured_output import MAX_CHOICES, StructuredOutput
 
@@ -241,24 +242,137 @@ def test_following_an_output_again_ends_when_its_time_is_over(
     assert matcher.advanced > 16 * 11
 
 
-def test_kept_grammars_are_bounded_by_what_their_states_may_take(
-    bundled_model: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_form_that_takes_long_to_compile_restarts_with_a_lexer_compiled_ahead(
+    compiler: GrammarCompiler, bundled_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = GrammarCompiler(bundled_model, VOCABULARY, (END,), checked=False)
+    monkeypatch.setattr("engine.structured.grammar.MAX_STATES", 4000)
+    monkeypatch.setattr("engine.structured.lexers.MAX_STATE_BYTES", 1 << 20)
+    monkeypatch.setattr("engine.structured.lexers.LOOK_EVERY_S", 0.0)
+    form = StructuredOutput.of_schema(json.loads(TEXT.text) | {"title": "slow"})
+    grammar = compiler.compile(form)
+    grammar.form.compile_s = RESTART_S + 0.001
+    threads: list[threading.Thread] = []
+    compiled = grammar.form.compiled
+
+    def compile_there() -> LLMatcher:
+        threads.append(threading.current_thread())
+        return compiled()
+
+    grammar.form.compiled = compile_there
+    first, outputs = grammar.form.lexer, texts(bundled_model, 3000)
+    while len(threads) < 3 or grammar.form.lexer is first:
+        matcher = Matcher(grammar)
+        for token in next(outputs):
+            assert matcher.advance([token], ()) is None
+            compiler.bound_memory()
+            if compiler._preparing is not None:
+                compiler._preparing.join(60)
+    assert threading.current_thread() not in threads
+
+
+def test_all_lexers_together_keep_to_a_limit(bundled_model: Path) -> None:
+    """What no sequence follows gives way first, the least recently used first."""
+    compiler = GrammarCompiler(
+        bundled_model, VOCABULARY, (END,), checked=False, memory=5 * MAX_STATE_BYTES // 2
+    )
     forms = [StructuredOutput("regex", f"b{{{i}}}") for i in range(1, 5)]
     grammars = [compiler.compile(form) for form in forms]
-    for grammar in grammars:
-        assert grammar.form.lexer.most_bytes == 0
-        assert Matcher(grammar).advance([], ()) is None
-        assert grammar.form.lexer.most_bytes > 0
-        grammar.form.lexer.followed_s = 1e9
-        assert grammar.form.lexer.most_bytes == MAX_LEXER_BYTES
-    monkeypatch.setattr("engine.structured.compiler.KEPT_BYTES", 2 * MAX_LEXER_BYTES)
-    kept = [compiler.compile(forms[i]).form is grammars[i].form for i in (3, 2, 1)]
-    assert kept == [True, True, False]  # all but the last two had to go
-    monkeypatch.setattr("engine.structured.compiler.KEPT_BYTES", 0)
-    last = compiler.compile(forms[0])
-    assert compiler.compile(forms[0]).form is last.form
+    lexers = [grammar.form.lexer for grammar in grammars]
+    followed = Matcher(grammars[0])
+    assert followed.advance([], ()) is None
+    assert lexers[0].state_bytes > 0
+    for lexer in lexers:
+        lexer.followed_s = 1e9
+        assert lexer.state_bytes == MAX_STATE_BYTES
+    compiler.memory.worked_s += 1
+    compiler.bound_memory()
+    assert [lexer.dropped for lexer in lexers] == [False, True, True, False]
+    assert compiler.memory.most_bytes <= compiler.memory.limit
+    kept = [compiler.compile(forms[i]).form is grammars[i].form for i in (0, 3, 2)]
+    assert kept == [True, True, False]
+
+
+def test_a_sequence_whose_lexer_is_dropped_goes_on_or_fails_alone(
+    tokenizer: LLTokenizer, bundled_model: Path
+) -> None:
+    """Dropped first is what frees most for the tokens to follow again, and what cannot restart at last."""
+    memory = LexerMemory(5 * MAX_STATE_BYTES // 2)
+    grammars = [build_grammar(tokenizer, TEXT, lowered(TEXT), None, memory) for _ in range(5)]
+    slow = grammars[3].form
+    slow.compile_s = RESTART_S + 0.001
+    tokens = next(texts(bundled_model, 3000))
+    counts = (100, 10, 50, 1, 1)
+    matchers = [Matcher(grammar) for grammar in grammars]
+    together = Matcher(grammars[4])
+    assert together.advance(tokens[:500], ()) is None
+    for matcher, count in zip(matchers, counts, strict=True):
+        assert matcher.advance(tokens[:count], ()) is None
+        matcher._lexer.followed_s = 1e9
+    memory.worked_s += 1
+    assert memory.bound() == [slow]  # it needs a spare lexer
+    assert [matcher._lexer.dropped for matcher in matchers] == [True, True, True, False, False]
+    alone = Matcher(build_grammar(tokenizer, TEXT, lowered(TEXT)))
+    for matcher, count in zip(matchers, counts, strict=True):
+        assert matcher.advance(tokens[count:600], ()) is None
+    assert alone.advance(tokens[:600], ()) is None
+    assert all(np.array_equal(matcher.mask, alone.mask) for matcher in matchers)
+    memory.limit, memory.worked_s = 0, memory.worked_s + 1
+    memory.bound()
+    assert memory.most_bytes == 0
+    error = matchers[3].advance(tokens[600:601], ()) or ""
+    assert error.startswith("all structured outputs together need more than 0 B of memory, and this one")
+    for matcher in (*matchers[:3], matchers[4]):
+        assert matcher.advance(tokens[600:601], ()) is None
+
+
+def test_what_matchers_hold_counts(tokenizer: LLTokenizer) -> None:
+    memory = LexerMemory()
+    grammar = build_grammar(tokenizer, TEXT, lowered(TEXT), None, memory)
+    matchers = [Matcher(grammar) for _ in range(2)]
+    before = memory.most_bytes
+    for matcher in matchers:
+        matcher.followed_s += 1.0
+    assert memory.most_bytes == before + 64 * 2**20
+    del matchers[1], matcher
+    assert memory.most_bytes == before + 32 * 2**20
+
+
+@pytest.mark.parametrize(("free", "limit"), [(2**40, LIMIT), (8 * 2**30, 2**30), (2**30, LEAST), (0, LEAST)])
+def test_the_limit_depends_on_the_machine(free: int, limit: int) -> None:
+    assert lexer_memory(free) == limit
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_hostile_sequences_keep_to_the_limit_together(bundled_model: Path) -> None:
+    """32 different forms, each of which fills a lexer with 47 MiB of states, if it may."""
+    program = f"""
+import random
+import numpy as np
+from pathlib import Path
+from engine.structured.compiler import GrammarCompiler
+from engine.structured.matcher import Matcher
+from engine.structured_output import StructuredOutput
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+compiler = GrammarCompiler({str(bundled_model)!r}, {VOCABULARY}, ({END},), checked=False, memory=256 << 20)
+grammars = [compiler.compile(StructuredOutput("regex", f"(?s:.*[a-m].{{{{{{300 + i}}}}}})")) for i in range(32)]
+matchers = [Matcher(grammar) for grammar in grammars]
+for grammar in grammars:
+    grammar.budget.spend = lambda took_s, tokens: True  # others pay
+rng, made, most, before = random.Random(0), [[] for _ in matchers], 0.0, resident()
+for step in range(150):
+    for matcher, tokens in zip(matchers, made):
+        assert matcher.advance(tokens, ()) is None
+        allowed = np.flatnonzero(np.unpackbits(matcher.mask.view(np.uint8), bitorder="little"))
+        tokens[:] = [int(rng.choice(allowed[3:]))]
+    compiler.bound_memory()
+    most = max(most, resident() - before)
+print(most)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert 50 < float(done.stdout) < 256 + 64
 
 
 LOWER = os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS

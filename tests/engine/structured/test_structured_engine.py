@@ -237,6 +237,23 @@ def test_a_form_that_takes_long_to_follow_fails_its_request_alone(
     assert 10 < sum(len(delta.token_ids) for delta in deltas["slow"]) < 100
 
 
+def test_the_memory_of_forms_is_looked_at_in_each_step(make: Callable[..., Engine]) -> None:
+    """A lexer that is dropped amid an output changes nothing."""
+    engine = make()
+    engine.add(ask("a", LETTERS))
+    lexers = [(grammar := engine.scheduler.state.sequences["a", 0].grammar) and grammar.form.lexer]
+    deltas = engine.step()
+    engine.grammars.memory.limit = 0
+    while engine.has_work():
+        engine.grammars.memory.worked_s += 1
+        deltas += engine.step()
+        assert grammar is not None
+        if grammar.form.lexer is not lexers[-1]:
+            lexers.append(grammar.form.lexer)
+    assert len(lexers) > 2
+    assert re.fullmatch(LETTERS.text, outputs(deltas)[0][0])
+
+
 def test_offline_a_form_that_cannot_be_used_is_named_and_nothing_runs(folder: Path) -> None:
     llm = LLM(folder, dtype="float32", num_blocks=64, block_size=4, num_threads=1)
     bad = StructuredOutput("regex", "(?=a)b")
