@@ -538,7 +538,8 @@ class IngressChannel:
         try:
             while not limit.expired():
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._beat_now.wait(), LOOK_S)
+                    async with asyncio.timeout(LOOK_S):  # wait_for of Python 3.11 may lose a cancellation
+                        await self._beat_now.wait()
                 if limit.expired():
                     return
                 silent = self._silence.look(self._frames)

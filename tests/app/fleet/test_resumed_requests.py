@@ -88,6 +88,31 @@ def test_a_broken_channel_costs_no_computation(replicas: int, break_: Break) -> 
     run(test)
 
 
+@pytest.mark.parametrize("turns", range(8))
+def test_whenever_a_channel_breaks_its_watch_ends_with_it(turns: int) -> None:
+    """Even while it is just being woken: ``asyncio.wait_for`` of Python 3.11 then loses the cancellation."""
+
+    def watches() -> int:
+        return sum("_watch" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        before = watches()
+        channel = client._parts.channels._channels[only.name]
+        stream_breaks(only)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        channel.forget(channel._epoch, [1])  # wakes it
+        await until(lambda: len(handle.fleet.ledger.routable()) == 1 and channel.is_open)
+        await asyncio.sleep(3.0)
+        assert watches() == before
+        assert client.inspect()["call_faults"] == 0
+        await client.stop()
+
+    run(test)
+
+
 def test_an_ingress_that_is_behind_says_that_it_lives_until_it_can_resume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
