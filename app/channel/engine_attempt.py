@@ -56,6 +56,8 @@ async def run_attempt(
             if submission.proof_tokens:
                 others = hub.suspect(attempt, submission.proof_tokens)
                 await asyncio.sleep(NEWS_S if others else 0)
+                if attempt.done.done():  # it was given up meanwhile, when there was nothing to abort yet
+                    await attempt.done
             engine.submit(
                 Request(
                     request_id=engine_id,

@@ -255,6 +255,11 @@ def test_an_engine_runs_one_suspect_at_a_time_whatever_ingresses_believe() -> No
         leaving.cancel()
         await asyncio.wait((leaving,))
         assert replica.hub._suspects.count == 0
+        given_up = asyncio.ensure_future(run_attempt(replica.hub, replica.engine, "other", 1, payload))
+        await asyncio.sleep(NEWS_S / 2)
+        replica.hub.beat("other", 1, 0, stale=[2])
+        assert "forgot it" in (await given_up)["refused"]
+        assert not replica.engine.submitted, "nobody would end it"
         running = asyncio.ensure_future(run_attempt(replica.hub, replica.engine, "other", 1, payload))
         async with stepping(handle):
             assert await running == {"generated": 5}
