@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -48,7 +49,7 @@ class BreakableReplica(EngineReplica):
         self._delay_s = 0.0
         self._most_tokens: int | None = None
         self._computed: list[int] = []  # tokens of each computation since the last order
-        self._sampling_s = 0.0
+        self._sampled: list[tuple[int, float]] = []  # rows and processor time of each choice, likewise
         self._attempts = self._submitted = 0
         await super().__init__(model)
         self._server.run = self._counted(self._server.run)
@@ -104,9 +105,10 @@ class BreakableReplica(EngineReplica):
         computed, self._computed = self._computed, []
         return computed
 
-    async def sampling_s(self, *, target: str) -> float:
-        """Processor time that the engine has spent on choosing tokens."""
-        return self._sampling_s
+    async def sampling_s(self, rows: int, *, target: str) -> float:
+        """The least processor time that a choice for ``rows`` rows took since the order before."""
+        sampled, self._sampled = self._sampled, []
+        return min((seconds for count, seconds in sampled if count == rows), default=math.inf)
 
     def _counted(
         self, run: Callable[[str, int, bytes], Awaitable[dict[str, Any]]]
@@ -137,12 +139,12 @@ class BreakableReplica(EngineReplica):
         return limited
 
     def _timed(self, sample: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*how: Any) -> Any:
+        def timed(logits: Any, rows: Any) -> Any:
             began = time.thread_time()
             try:
-                return sample(*how)
+                return sample(logits, rows)
             finally:
-                self._sampling_s += time.thread_time() - began
+                self._sampled.append((len(rows), time.thread_time() - began))
 
         return timed
 

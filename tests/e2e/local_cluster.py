@@ -61,7 +61,7 @@ def paced_options(model: Path) -> dict[str, Any]:
     return {**OPTIONS, "kv_memory": "64MiB", **own}
 
 
-SOON_S = 150.0
+SOON_S = 300.0
 """Until which something must have come about, however busy the machine is; usually it takes a second."""
 
 
@@ -210,7 +210,7 @@ class BreakableCluster(LocalCluster):
         def check(response: httpx.Response) -> None:
             assert response.headers.get(INSTANCE) == self.instance
 
-        return httpx.Client(base_url=self.url, timeout=120, event_hooks={"response": [check]}, **how)
+        return httpx.Client(base_url=self.url, timeout=SOON_S, event_hooks={"response": [check]}, **how)
 
     @contextlib.contextmanager
     def second_node(self) -> Iterator[psutil.Popen]:

@@ -30,7 +30,7 @@ IDLE = 4100
 POLL_S = 0.02
 KILLED_S = 10.0
 """Within which a process that was killed has gone; Ray's, left alone, would run for longer."""
-HTTP = httpx.Client(timeout=30, limits=httpx.Limits(max_keepalive_connections=0))  # connects anew each time
+HTTP = httpx.Client(timeout=SOON_S, limits=httpx.Limits(max_keepalive_connections=0))  # connects anew each time
 BODY = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
 
 
@@ -164,4 +164,4 @@ def test_idle_connections_lock_nobody_out(cluster: BreakableCluster) -> None:
         for _ in range(IDLE):
             half = connections.enter_context(socket.create_connection(("127.0.0.1", cluster.port)))
             half.sendall(b"GET /health HTTP/1.1\r\nhost")
-        assert HTTP.get(f"{cluster.url}/health").json()["status"] == "ok"
+        assert HTTP.get(f"{cluster.url}/health", timeout=30).json()["status"] == "ok"
