@@ -22,7 +22,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 gc.disable()  # until all modules are imported: there is no garbage worth seeking
 
 # Examples take as long as a busy machine lets them.
-hypothesis.settings.register_profile("quire", deadline=None)
+hypothesis.settings.register_profile(
+    "quire", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("quire")
 
 END_TO_END = Path(__file__).parent / "e2e"

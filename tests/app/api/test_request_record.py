@@ -69,7 +69,7 @@ def test_a_refused_request_and_one_whose_client_left_are_logged(
     (refused,) = wait_for(records, 1)
     assert (refused["outcome"], refused["output_tokens"]) == ("context_length_exceeded", 0)
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
+    with server.slow_steps(), socket.create_connection((host, int(port))) as connection:
         body = b'{"prompt": "one, two,", "max_tokens": 300, "ignore_eos": true, "stream": true}'
         head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         connection.sendall(head + body)
