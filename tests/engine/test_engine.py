@@ -322,7 +322,7 @@ class Outputs:
         deltas: dict[str, list[TokenDelta]] = {name: [] for name in names}
         left = set(names)
         while left:
-            delta = self.deltas.get(timeout=30)
+            delta = self.deltas.get(timeout=120)
             deltas[delta.request_id].append(delta)
             if delta.finish_reason is not None:
                 left.remove(delta.request_id)
@@ -391,10 +391,10 @@ def test_an_idle_engine_prefaults_its_pool_and_takes_requests_meanwhile(
     monkeypatch.setattr(KVCache, "prefault", lambda self, mark: calls.put(mark) is None)  # never done
     outputs = Outputs(tiny_engine_config(tiny_models["Llama"]))
     outputs.thread.start()
-    assert calls.get(timeout=30) == 0
+    assert calls.get(timeout=120) == 0
     outputs.thread.submit(Request("a", [1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True)))
     outputs.until_finished("a")
-    while calls.get(timeout=30) == 0:
+    while calls.get(timeout=120) == 0:
         pass
     outputs.thread.stop()
     assert not outputs.thread.is_alive()
@@ -419,10 +419,10 @@ def test_what_grammars_need_is_loaded_once_no_request_runs(
     outputs.thread._live.add("running")
     outputs.thread.start()
     for _ in range(3):
-        looks.get(timeout=30)
+        looks.get(timeout=120)
     assert warm.empty()
     outputs.thread._live.discard("running")
-    assert warm.get(timeout=30) == 0
+    assert warm.get(timeout=120) == 0
     outputs.thread.stop()
 
 
@@ -520,7 +520,7 @@ def test_a_dead_thread_says_so_once(outputs: Outputs) -> None:
     assert engine is not None
     engine.runner.decoder.forward = fail  # type: ignore[method-assign]
     outputs.thread.submit(make_request("a", PROMPT))
-    assert outputs.deaths.get(timeout=30) is error
+    assert outputs.deaths.get(timeout=120) is error
     outputs.thread._thread.join(30)
     assert not outputs.thread.is_alive()
     assert outputs.deaths.empty()

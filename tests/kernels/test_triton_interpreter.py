@@ -26,11 +26,11 @@ def _release(version: str) -> tuple[int, int]:
     _release(triton.__version__) < (3, 7) and _release(numpy.__version__) >= (2, 4),
     reason="Triton's interpreter before 3.7 takes loop bounds in a way that NumPy 2.4 refuses",
 )
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(1800)  # of all cases together, on a busy machine
 def test_triton_kernels_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", str(CASES), "-p", "no:cacheprovider", "--maxfail=3"]
-    child = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=270)
+    child = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert child.returncode == 0, child.stdout[-8000:] + child.stderr[-2000:]
     assert re.search(r"\d+ passed", child.stdout)
 

@@ -212,12 +212,12 @@ def test_it_looks_in_one_thread_of_its_own_until_it_is_stopped() -> None:
     feed.start(Background())
     feed.start(Background())
     for _ in range(5):
-        assert looked.acquire(timeout=20)
+        assert looked.acquire(timeout=120)
     feed.stop()
     (thread,) = threads
     assert thread is not threading.current_thread()
     assert thread.daemon
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
 
 
@@ -226,16 +226,16 @@ def test_stopping_does_not_wait_for_an_answer() -> None:
 
     def read(_: bytes) -> None:
         asked.set()
-        answer.wait(20)
+        answer.wait(120)
 
     feed = VictimFeed("quire", "engine", TimedSet(), read)
     feed.start(Background())
-    assert asked.wait(20)
+    assert asked.wait(120)
     feed.stop()
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "victim-feed")
     assert thread.is_alive(), "it still waits, nobody waits for it"
     answer.set()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
 
 
