@@ -22,13 +22,18 @@ constexpr int kCodeOffset = 128;  // the instruction takes the weight's byte as 
 constexpr int kCodeOffset = 0;
 #endif
 
-#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
+// Where vectors are this long: gemm_vec.h has short ones for a CPU with AVX2 but without fused multiply-adds.
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#define QUIRE_DOTS_OF_EIGHT 1
+#endif
+
+#if defined(QUIRE_DOTS_OF_EIGHT) || defined(__ARM_FEATURE_DOTPROD)
 constexpr bool kHardware = true;
 #else
 constexpr bool kHardware = false;
 #endif
 
-#if defined(__AVX2__)
+#if defined(QUIRE_DOTS_OF_EIGHT)
 // Eight columns.
 QUIRE_INLINE __m256i dot_signed(__m256i sum, __m256i w, __m256i x) {
   const __m256i size = _mm256_abs_epi8(w), signed_x = _mm256_sign_epi8(x, w);
@@ -47,7 +52,7 @@ QUIRE_INLINE Ints dot(Ints sum, Ints w, const int8_t* x) {
   std::memcpy(&four, x, sizeof(four));
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
   return bit_cast<Ints>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(w), _mm512_set1_epi32(four)));
-#elif defined(__AVX2__)
+#elif defined(QUIRE_DOTS_OF_EIGHT)
   const __m256i all = _mm256_set1_epi32(four);
   __m256i parts[kLanes / 8], weights[kLanes / 8];
   std::memcpy(parts, &sum, sizeof(sum));
