@@ -34,6 +34,13 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         raise ConfigError(f"the tokenizer in {folder} cannot be read: {one_line(error)}") from error
     return tokenizer
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up: its error is no ``Exception``, and its class cannot be imported."""
+    return type(error).__name__ == "PanicException"
