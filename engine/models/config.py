@@ -25,7 +25,7 @@ MAX_LAYERS = 2**12
 MAX_HEADS = 2**12
 MAX_HEAD_DIM = 2**12
 MAX_CONTEXT = 2**22  # tokens; every position has its angles in memory
-MAX_FACTOR = 1e6  # of RoPE
+MAX_FACTOR = 1e6  # of RoPE, and caps and scales of attention: 1 / MAX_FACTOR is the least
 MAX_THETA = 1e15
 
 
@@ -344,8 +344,8 @@ def _activation(fields: Fields, family: Family) -> Activation:
 
 
 def _known(fields: Fields, key: str, default: float | None) -> float | None:
-    """A number above 0 of a family that knows the key, which ``default`` says; else ``None``."""
-    return None if default is None else fields.optional_positive(key, default)
+    """A cap or scale of a family that knows the key, which ``default`` says; else ``None``."""
+    return None if default is None else fields.optional_factor(key, default, MAX_FACTOR)
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -458,7 +458,7 @@ def _rope(fields: Fields, max_position: int) -> tuple[RopeConfig, int]:
         original,
         beta_fast=_beta(rope, "beta_fast", 32.0),
         beta_slow=_beta(rope, "beta_slow", 1.0),
-        attention_factor=rope.optional_positive("attention_factor", None),
+        attention_factor=rope.optional_factor("attention_factor", None, MAX_FACTOR),
         mscale=_mscale(rope, "mscale"),
         mscale_all_dim=_mscale(rope, "mscale_all_dim"),
         truncate=rope.boolean("truncate", True),

@@ -79,13 +79,16 @@ class Fields:
             raise self.error(f"{self.prefix}{key} is {shown(value)} but must be a finite number")
         return float(value)
 
-    def optional_positive(self, key: str, default: float | None) -> float | None:
-        """A finite number above 0. An explicit null is ``None`` whatever the default: it turns a cap off."""
+    def optional_factor(self, key: str, default: float | None, most: float) -> float | None:
+        """A number from ``1 / most`` to ``most``.
+
+        An explicit null is ``None`` whatever the default: it turns a cap off.
+        """
         if key not in self.raw:
             return default
         value = self.optional_number(key)
-        if value is not None and value <= 0.0:
-            raise self.error(f"{self.prefix}{key} is {value} but must be above 0")
+        if value is not None and not 1.0 / most <= value <= most:
+            raise self.error(f"{self.prefix}{key} is {value} but must be from {1.0 / most:g} to {most:g}")
         return value
 
     def boolean(self, key: str, default: bool) -> bool:

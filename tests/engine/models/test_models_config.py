@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -306,6 +307,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": -14.0}},
         "rope_parameters.mscale_all_dim is -14.0 but must be above 0",
     ),
+    "endless attention factor": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1e39}},
+        "rope_parameters.attention_factor is 1e.39 but must be from",
+    ),
     "endless theta": ({"rope_theta": 1e300}, "rope_theta is 1e.300 but must be above 1 and at most"),
     "end token": ({"eos_token_id": "x"}, "eos_token_id is 'x' but must be"),
 }
@@ -314,8 +319,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0.0 but must be above 0"),
-        ({"final_logit_softcapping": -30.0}, "final_logit_softcapping is -30.0 but must be above 0"),
+        ({"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0.0 but must be from 1e-06 to 1e.06"),
+        ({"attn_logit_softcapping": 1e39}, "attn_logit_softcapping is 1e.39 but must be from 1e-06 to 1e.06"),
+        ({"final_logit_softcapping": -30.0}, "final_logit_softcapping is -30.0 but must be from"),
+        ({"final_logit_softcapping": 1e300}, "final_logit_softcapping is 1e.300 but must be from"),
+        ({"query_pre_attn_scalar": 1e-300}, "query_pre_attn_scalar is 1e-300 but must be from"),
         ({"query_pre_attn_scalar": "256"}, "query_pre_attn_scalar is '256' but must be a finite number"),
         (
             {"hidden_activation": "gelu"},
@@ -370,6 +378,7 @@ KEYS = st.sampled_from(
         *("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "rope_theta"),
         *("rope_scaling", "rope_parameters", "eos_token_id", "bos_token_id", "dtype", "architectures"),
         *("tie_word_embeddings", "attention_bias", "quantization_config", "auto_map", "mlp_bias"),
+        *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
     ]
 )
 ROPE = st.dictionaries(
@@ -404,7 +413,8 @@ def test_any_config_is_either_read_or_refused(
     assert config.num_parameters > 0
     frequencies, scale = inverse_frequencies(config.rope, config.head_dim)
     assert bool(torch.isfinite(frequencies).all())
-    assert math.isfinite(scale)
+    used = [scale, config.attention_scale, config.attention_soft_cap, config.logit_soft_cap]
+    assert all(math.isfinite(np.float32(each)) for each in used if each is not None), "kernels take float32"
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:

@@ -22,13 +22,14 @@ def test_numbers(text: str, value: float) -> None:
     assert Fields(json.loads(f'{{"x": {text}}}'), "config.json").number("x") == value
 
 
-def test_positive_numbers() -> None:
-    assert Fields({}, "x").optional_positive("cap", 30.0) == 30.0
-    assert Fields({"cap": None}, "x").optional_positive("cap", 30.0) is None
-    assert Fields({"cap": 1}, "x").optional_positive("cap", 30.0) == 1.0
-    for wrong in (0, -1.5):
-        with pytest.raises(ConfigError, match=r"x: cap is .* but must be above 0"):
-            Fields({"cap": wrong}, "x").optional_positive("cap", None)
+def test_factors() -> None:
+    assert Fields({}, "x").optional_factor("cap", 30.0, 1e3) == 30.0
+    assert Fields({"cap": None}, "x").optional_factor("cap", 30.0, 1e3) is None
+    for right in (1, 0.001, 1000):
+        assert Fields({"cap": right}, "x").optional_factor("cap", 30.0, 1e3) == right
+    for wrong in (0, -1.5, 0.0009, 1001):
+        with pytest.raises(ConfigError, match=r"x: cap is .* but must be from 0.001 to 1000"):
+            Fields({"cap": wrong}, "x").optional_factor("cap", None, 1e3)
 
 
 def test_absent_numbers() -> None:
