@@ -99,6 +99,8 @@ def plan(
     """
     if block_size < 1:
         raise ConfigError(f"block_size is {block_size} but must be at least 1")
+    if not 0.0 < memory_fraction <= 1.0:
+        raise ConfigError(f"memory_fraction is {memory_fraction} but must be above 0 and at most 1")
     per_token = kv_bytes_per_token(config, BYTES[dtype], tp)
     own_weights = -(-weight_bytes(config, BYTES[dtype], weights) // tp)
     if kv_memory is None:
@@ -208,12 +210,12 @@ def main(arguments: list[str] | None = None) -> int:
             block_size=options.block_size,
             max_model_len=options.max_model_len,
         )
-    except ConfigError as error:
+        if options.json:
+            options.json.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
+    except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(table(result))
-    if options.json:
-        options.json.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
     return 0
 
 

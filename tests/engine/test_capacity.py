@@ -121,6 +121,15 @@ def test_command_says_what_is_wrong_in_one_line(capsys: pytest.CaptureFixture[st
     assert len(lines) == 2
 
 
+@pytest.mark.parametrize("more", ["--memory-fraction=nan", "--memory-fraction=7", "--json=/dev/null/plan.json"])
+def test_command_refuses_what_cannot_be(more: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "llama-3-8b", "--device-memory", "24GiB", more]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+
+
 def test_command_with_weights_in_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     command = ["--model", "smollm2-135m", "--device-memory", "1GiB", "--weights", "int4", "--json", str(out)]
