@@ -20,7 +20,7 @@ from app.api.logprobs import TokenReport
 from app.api.messages.reply import MessagesReply
 from app.api.openai_responses import Envelope, OpenAIReply
 from app.api.openai_types import ChatRequest, CompletionRequest, GenerationOptions
-from app.api.prompt_limits import kept_end
+from app.api.prompt_limits import kept_end, kept_tokens
 from app.api.prompt_tokenizer import PromptTokenizer
 from app.api.reply import Reply
 from app.api.request_record import RequestRecord
@@ -127,12 +127,11 @@ class OpenAIService:
         with self.admission.admit(record, choices) as (permit, held):
             limits = await self._limits()
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-            encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len))
+            keep = kept_tokens(request.options, limits, caller.limits)
+            encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len, keep=keep))
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
             options = await self._with_bad_words(request.options)
-            job = GenerationJob(
-                options, [kept_end(prompt, options, limits) for prompt in prompts], False, caller
-            )
+            job = GenerationJob(options, [kept_end(prompt, keep) for prompt in prompts], False, caller)
             permit.add_tokens(job.prompt_tokens, self.options)
             job = await self._responses.checked(job, limits, self.options.max_response_logprobs)
             if options.output.echo:
@@ -159,9 +158,9 @@ class OpenAIService:
         with self.admission.admit(record, request.options.params.width) as (permit, held):
             limits = await self._limits()
             family = self._family()
-            prompt = await self._chat_tokens(request, caller, limits)
+            keep = kept_tokens(request.options, limits, caller.limits)
+            prompt = kept_end(await self._chat_tokens(request, caller, limits, keep), keep)
             options = await self._with_bad_words(request.options)
-            prompt = kept_end(prompt, options, limits)
             end = self._tokenizer.text_of(prompt[-PROMPT_END_TOKENS:])
             free = options.params.structured_output is None
             parser_of = partial(family.parser, request.tools, end, free=free)
@@ -252,10 +251,12 @@ class OpenAIService:
     def _record(self, caller: Caller, route: str, stream: bool) -> RequestRecord:
         return RequestRecord(caller, route, stream, self.figures, self.tracer, self.model)
 
-    async def _chat_tokens(self, request: ChatRequest, caller: Caller, limits: FleetLimits) -> list[int]:
+    async def _chat_tokens(
+        self, request: ChatRequest, caller: Caller, limits: FleetLimits, keep: int | None = None
+    ) -> list[int]:
         owner = caller.tenant, request.options.cache_salt
         return await self._tokenizer.encode_chat(
-            request.messages, limits.max_model_len, owner, request.tools, request.template
+            request.messages, limits.max_model_len, owner, request.tools, request.template, keep
         )
 
     async def _echoes(

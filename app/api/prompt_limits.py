@@ -21,15 +21,21 @@ MAX_FORM_CHARS = 2**20
 """Characters of the output's form, counted once for each prompt of a request."""
 
 
-def kept_end(prompt: list[int], options: GenerationOptions, limits: FleetLimits) -> list[int]:
-    """The end of ``prompt`` that ``truncate_prompt_tokens`` keeps."""
-    keep = options.output.keep_last
-    if keep is None:
-        return prompt
-    if keep < 0:
-        wanted = options.params.max_tokens
-        keep = max(limits.longest_prompt(1 if wanted is None else wanted), 1)
-    return prompt[-keep:]
+def kept_tokens(options: GenerationOptions, limits: FleetLimits, key: KeyLimits | None) -> int | None:
+    """How many tokens of a prompt's end ``truncate_prompt_tokens`` keeps; ``None``: all."""
+    keep, wanted = options.output.keep_last, options.params.max_tokens
+    if keep is None or keep > 0:
+        return keep
+    output = 1 if wanted is None else wanted
+    longest = limits.longest_prompt(output)
+    if key is not None and key.key.max_context_tokens is not None:
+        longest = min(longest, key.key.max_context_tokens - output)
+    return max(longest, 1)
+
+
+def kept_end(prompt: list[int], keep: int | None) -> list[int]:
+    """The last ``keep`` tokens of ``prompt``; all, if that is ``None``."""
+    return prompt if keep is None else prompt[-keep:]
 
 
 def within_context(job: GenerationJob, key: KeyLimits, limits: FleetLimits) -> GenerationJob:

@@ -42,6 +42,9 @@ INLINE_CPU_S = 0.005
 THREAD_CPU_S = 0.1
 """The same in the threads that tokenize; one that takes longer begins again in a thread for such alone."""
 
+CUT_TOKENS = 64
+"""Tokens at the beginning of a text that was cut off, which may differ from those of the whole text."""
+
 _PRIVATE_USE = [chr(code) for code in range(0xE000, 0xF900)]
 
 T = TypeVar("T")
@@ -58,7 +61,8 @@ class PromptTokenizer:
     """One model's tokenizer, for any number of concurrent requests.
 
     Methods that take text also take ``max_tokens``, the maximum length of a sequence: text that certainly
-    exceeds it is refused before it is tokenized.
+    exceeds it is refused before it is tokenized. Where only the last ``keep`` tokens count, and these are
+    fewer, text of any length is taken, and only its end is tokenized.
 
     Raises:
         ConfigError: tokenizers of this kind are not supported.
@@ -123,11 +127,14 @@ class PromptTokenizer:
             return False
 
     async def encode_texts(
-        self, texts: Sequence[str], max_tokens: int, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        max_tokens: int,
+        add_special_tokens: bool = True,
+        keep: int | None = None,
     ) -> list[list[int]]:
         """Raw prompts: special tokens written in the text are recognized; the tokenizer adds BOS once."""
-        for text in texts:
-            self._check_length(len(text), max_tokens, "prompt")
+        texts = [self._counting_end(text, max_tokens, keep, "prompt") for text in texts]
         encode = self._encode_raw if add_special_tokens else self._encode
         return await self._run(sum(map(len, texts)), lambda: [encode(text) for text in texts])
 
@@ -165,6 +172,7 @@ class PromptTokenizer:
         owner: Hashable = None,
         use: ToolUse = NO_TOOLS,
         options: TemplateOptions = DEFAULT_TEMPLATE,
+        keep: int | None = None,
     ) -> list[int]:
         """Messages and tools through the chat template, up to the beginning of the assistant's turn.
 
@@ -179,21 +187,23 @@ class PromptTokenizer:
         """
         if self._template is None:
             raise InvalidRequestError("this model has no chat template; use /v1/completions", "messages")
-        if len(messages) > max_tokens:  # a template writes at least one token for each
+        cut = keep is not None and keep < max_tokens
+        if len(messages) > max_tokens and not cut:  # a template writes at least one token for each
             raise InvalidRequestError(
                 f"{len(messages)} messages exceed the context length of {max_tokens} tokens",
                 "messages",
                 "context_length_exceeded",
             )
         length = sum(message.chars for message in messages)
-        self._check_length(length, max_tokens, "messages")
+        if not cut:
+            self._check_length(length, max_tokens, "messages")
         work = length + use.chars + MESSAGE_CHARS * len(messages)
         if work <= INLINE_CHARS:  # so the messages are few; a template may write more than it must
             texts = [text for message in messages for text in message.texts]
             texts += [value for _, value in options.variables if isinstance(value, str)]
             work += sum(map(len, texts)) - length
         self._check_variables(options)
-        encode = partial(self._encode_messages, messages, use.tools, owner, options, max_tokens)
+        encode = partial(self._encode_messages, messages, use.tools, owner, options, max_tokens, keep)
         cpu_s = INLINE_CPU_S if work <= INLINE_CHARS else THREAD_CPU_S
         try:
             return await self._run(work, partial(encode, RenderLimits(cpu_s, gives_way=work > INLINE_CHARS)))
@@ -228,6 +238,13 @@ class PromptTokenizer:
     def words_of(self, tokens: Sequence[int]) -> str:
         """The text of a few tokens of the vocabulary, without special tokens."""
         return str(self._backend.decode(tokens))
+
+    def _counting_end(self, text: str, max_tokens: int, keep: int | None, param: str) -> str:
+        """``text``, or, where only its last ``keep`` tokens count, an end that certainly has more."""
+        if keep is not None and keep < max_tokens:
+            return text[-(keep + CUT_TOKENS) * self._longest_token :]
+        self._check_length(len(text), max_tokens, param)
+        return text
 
     def _check_length(self, chars: int, max_tokens: int, param: str) -> None:
         least = -(-chars // self._longest_token)
@@ -264,6 +281,7 @@ class PromptTokenizer:
         owner: Hashable,
         options: TemplateOptions,
         max_tokens: int,
+        keep: int | None,
         limits: RenderLimits,
     ) -> list[int]:
         if self._family.template_knows_tools:
@@ -273,8 +291,9 @@ class PromptTokenizer:
         named = self._special_name
         if named is None or not any(map(named.search, texts)):
             text, first = self._render(messages, tools, options, limits)
-            self._check_length(len(text), max_tokens, "messages")
-            return self.prefix_tokens.encode(text, first, owner)
+            end = self._counting_end(text, max_tokens, keep, "messages")
+            whole = len(end) == len(text)
+            return self.prefix_tokens.encode(text, first, owner) if whole else self._encode(end)
         placeholders = self._placeholders(texts)
 
         def mask(text: str) -> str:
@@ -282,8 +301,7 @@ class PromptTokenizer:
 
         masked = [message.changed(mask) for message in messages]
         text, _ = self._render(masked, [tool.changed(mask) for tool in tools], options, limits)
-        self._check_length(len(text), max_tokens, "messages")
-        return self._encode_masked(text, placeholders)
+        return self._encode_masked(self._counting_end(text, max_tokens, keep, "messages"), placeholders)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids

@@ -120,8 +120,8 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/prompt_tokenizer.py",
-        '            self._check_length(len(text), max_tokens, "messages")\n            return',
-        "            return",
+        "        self._check_length(len(text), max_tokens, param)\n        return text\n",
+        "        return text\n",
         ("app/api/test_prompt_tokenizer.py",),
         "text that cannot fit is tokenized",
     ),

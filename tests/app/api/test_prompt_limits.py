@@ -11,7 +11,7 @@ from app.api.choices import GenerationJob
 from app.api.key_limits import KeyLimits
 from app.api.keys import ApiKey
 from app.api.openai_types import parse_chat, parse_completion
-from app.api.prompt_limits import check_prompts, kept_end, within_context, within_logprobs
+from app.api.prompt_limits import check_prompts, kept_tokens, within_context, within_logprobs
 from app.fleet.fleet_limits import FleetLimits
 from engine.errors import InvalidRequestError
 from engine.request import MAX_PROMPT_SCORES, ModelLimits
@@ -131,7 +131,16 @@ def test_a_prompt_that_is_only_scored_fills_the_context(context: int, longest: i
     with pytest.raises(InvalidRequestError, match=f"prompt of {longest + 1} tokens"):
         check_prompts(replace(scored, prompts=[[7] * (longest + 1)]), limits)
     shortened = job([], max_tokens=0, echo=True, truncate_prompt_tokens=-1)
-    assert kept_end([7] * 1000, shortened.options, limits) == [7] * longest
+    assert kept_tokens(shortened.options, limits, None) == longest
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [({"max_tokens": 10}, 30), ({}, 39), ({"max_tokens": 50}, 1), ({"truncate_prompt_tokens": 99}, 99)],
+)
+def test_a_shortened_prompt_fits_the_keys_context(fields: dict[str, object], kept: int) -> None:
+    key = KeyLimits(ApiKey(id="k", sha256="0" * 64, max_context_tokens=40))
+    assert kept_tokens(job([], **{"truncate_prompt_tokens": -1, **fields}).options, LIMITS, key) == kept
 
 
 def test_a_keys_context_that_exceeds_the_models_limits_nothing() -> None:

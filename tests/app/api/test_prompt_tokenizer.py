@@ -240,6 +240,38 @@ def test_whatever_a_template_writes_is_tokenized_off_the_event_loop_and_within_t
         tokens(100_000)
 
 
+@pytest.mark.parametrize("name", ["", "<|im_end|>"])
+def test_only_the_end_of_a_long_text_is_tokenized_where_only_that_counts(
+    tokenizer: PromptTokenizer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"{name} the quick brown fox, 12 dogs;" * 4000
+    chat = [ChatMessage("user", text)] * 2
+    whole = text_ids(tokenizer, text, 10**6)[-100:], chat_ids(tokenizer, chat, 10**6)[-100:]
+    seen: list[int] = []
+    for method in ("_encode", "_encode_raw", "_encode_masked"):
+        encode = getattr(tokenizer, method)
+
+        def noted(given: str, *rest: Any, encode: Any = encode) -> list[int]:
+            seen.append(len(given))
+            ids: list[int] = encode(given, *rest)
+            return ids
+
+        monkeypatch.setattr(tokenizer, method, noted)
+
+    async def ends() -> tuple[list[int], list[int]]:
+        (raw,) = await tokenizer.encode_texts([text], 512, keep=100)
+        return raw[-100:], (await tokenizer.encode_chat(chat, 512, keep=100))[-100:]
+
+    assert asyncio.run(ends()) == whole
+    assert len(seen) == 2
+    assert max(seen) < len(text) / 5
+    for keep in (None, 512):
+        with pytest.raises(InvalidRequestError, match="exceeds the context length of 512 tokens"):
+            asyncio.run(tokenizer.encode_texts([text], 512, keep=keep))
+        with pytest.raises(InvalidRequestError, match="exceeds the context length of 512 tokens"):
+            asyncio.run(tokenizer.encode_chat(chat, 512, keep=keep))
+
+
 def test_a_raw_prompt_begins_with_one_beginning(tmp_path: Path) -> None:
     tokenizer = small_model(tmp_path)
     assert text_ids(tokenizer, "ab") == [0, 2, 3]
