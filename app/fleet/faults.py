@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -22,6 +23,8 @@ PROOF_TOKENS = 4
 YOUNG_TOKENS = 32
 """A request that got fewer tokens from the engine that died must first get as many again: what kills an engine
 after a while does so at another token each time."""
+
+logger = logging.getLogger(__name__)
 
 
 class Faults:
@@ -57,11 +60,13 @@ class Faults:
         for request in suspects or requests:
             request.deaths += 1
             if request.deaths >= MAX_DEATHS:
-                request.fail(
+                _fail(
+                    request,
                     EngineDeathsError(
                         f"{request.deaths} engines died while they ran this request, so it is presumed to be "
-                        f"the cause and not tried again; the last: {reason}"
-                    )
+                        "the cause and not tried again"
+                    ),
+                    reason,
                 )
                 continue
             request.suspect = True
@@ -73,7 +78,10 @@ class Faults:
         """An attempt failed although its replica lives on."""
         request.failures += 1
         if request.failures > MAX_FAILURES:
-            request.fail(GenerationError(f"{request.failures} attempts at this request failed; last: {reason}"))
+            error = GenerationError(
+                f"{request.failures} attempts at this request failed; the server's log says why"
+            )
+            _fail(request, error, reason)
 
     def received(self, attempt: int, request: InFlightRequest) -> None:
         """A request has got tokens; a suspect may be cleared by them."""
@@ -156,6 +164,12 @@ class Faults:
             else:
                 self._unable.add(waiting.pop(0))
         return self._able if waiting else None
+
+
+def _fail(request: InFlightRequest, error: GenerationError, reason: str) -> None:
+    """End a request; the ``reason`` may name paths and addresses of the server, so only the log has it."""
+    logger.error("request %s has failed: %s; the last: %s", request.request.request_id, error, reason)
+    request.fail(error)
 
 
 def _order(request: InFlightRequest) -> tuple[int, float]:

@@ -19,7 +19,7 @@ from app.channel.engine_channel import Attempt
 from app.channel.suspects import NEWS_S
 from app.fleet.engine_client import EngineClient
 from app.fleet.faults import PROOF_TOKENS
-from app.fleet.generation import EngineDeathsError
+from app.fleet.generation import EngineDeathsError, GenerationError
 from engine.request import TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduling.load_report import EngineLoad
@@ -104,6 +104,28 @@ async def neighbors_of_poison(
         assert await asyncio.gather(*jobs) == [expected_tokens([index], LONG) for index in range(count)]
         await until(lambda: quiet(handle, client))
     return died
+
+
+def test_why_an_attempt_failed_is_for_the_log_and_not_for_the_client(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The texts of errors may name paths and addresses of the server."""
+
+    def defect(*_: object) -> None:
+        raise KeyError("/srv/models/private")
+
+    async def test() -> None:
+        handle, client = await started(1)
+        (only,) = handle.replicas.values()
+        monkeypatch.setattr(only.engine, "submit", defect)
+        with pytest.raises(GenerationError, match="5 attempts at this request failed") as failed:
+            await collect(client, request([1], 5, "r"))
+        assert "private" not in str(failed.value)
+        await client.stop()
+
+    run(test)
+    told = [record.getMessage() for record in caplog.records if record.name == "app.fleet.faults"]
+    assert ["request r" in line and "private" in line for line in told] == [True]
 
 
 @pytest.mark.parametrize("death", [killed, removed_first, removed_at_once, ended_by_itself])
