@@ -85,14 +85,14 @@ class PackedLinear(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DrawOptions:
-    """How to draw from each of ``R`` rows; all tensors are on the CPU."""
+    """How to choose from each of ``R`` rows; all tensors are on the CPU."""
 
-    temperature: Tensor  # float32 [R], above 0
+    temperature: Tensor  # float32 [R]; 0 takes the token with the largest logit, the first of them
     min_p: Tensor  # float32 [R]; 0 keeps all
     top_k: Tensor  # int64 [R]; 0 keeps all
     top_p: Tensor  # float64 [R]; 1 keeps all
     num_draws: Tensor  # int64 [R]
-    keys: Tensor  # int64, of all draws, row after row
+    seeds: Tensor  # int64, of all draws, row after row: the bits that engine.execution.random.seed_bits gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,10 +320,12 @@ class Kernels(ABC):
         """Log probabilities of ``logits`` ``[R, vocab]``, float32, which stay as they are."""
         return row_logprobs(logits, options)
 
-    def draw(self, logits: Tensor, best: Tensor, options: DrawOptions) -> Tensor:
-        """Draw tokens from ``logits`` ``[R, vocab]``, float32; ``best`` ``[R]`` has each row's largest logit.
+    def draw(self, logits: Tensor, positions: Tensor, options: DrawOptions) -> tuple[Tensor, Tensor]:
+        """Choose tokens at ``positions`` (int64 ``[R]``, on the CPU) from ``logits`` ``[R, vocab]``, float32.
 
-        Returns int64, as many as there are keys. ``engine.execution.sampler`` defines what is drawn.
+        Returns them (int64, as many as there are seeds), and each row's largest logit (float32 ``[R]``), NaN if
+        one is; if that is not finite, the row's tokens mean nothing. ``engine.execution.sampler`` defines what
+        is drawn.
         """
         raise NotImplementedError(f"{self.name} kernels do not draw tokens")
 

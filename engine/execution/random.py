@@ -11,9 +11,7 @@ number generators", 2014), an exact integer function; only the last step, to flo
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 _MASK = 2**64 - 1
@@ -30,15 +28,6 @@ def draw_key(seed: int, position: int) -> int:
 def seed_bits(seed: int) -> int:
     """The half of a key's work that does not depend on the position; below ``2**64``."""
     return _mix((seed + _GOLDEN) & _MASK)
-
-
-def draw_keys(bits: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """What :func:`draw_key` gives for the seeds that have these ``bits`` at these ``positions``."""
-    z = bits ^ (positions + np.uint64(1)) * np.uint64(_GOLDEN)  # arrays wrap around as the masks do
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
-    keys: NDArray[np.int64] = (z ^ (z >> np.uint64(31))).view(np.int64)
-    return keys
 
 
 def exponential(keys: Tensor, candidates: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.execution.logprobs import likeliest, log_normalizers, logprobs_of, no_finite_maximum
-from engine.execution.random import draw_key, draw_keys, exponential, seed_bits
+from engine.execution.random import draw_key, exponential, seed_bits
 from engine.logit_edits import LogitEdits
 from engine.sampling_params import SamplingParams
 from engine.scheduling.candidates import Candidates
@@ -49,8 +49,6 @@ _SMALL_K = 256  # from a larger one on, top-k sorts a whole row
 _MOST = 2**31 - 1  # a larger top-k means the same
 
 _SORTED_AT_ONCE = 1 << 22  # weights: what sorting them takes stays near 100 MB
-
-_UNFILTERED = SamplingParams()  # temperature 1 and no filter: the cheapest row
 
 _GROUP_CANDIDATES = 1 << 32  # candidates of the group draws start above every token id
 
@@ -90,6 +88,11 @@ class SampleRow:
     def changes_logits(self) -> bool:
         """Whether the logits are not those of the model when a token is chosen."""
         return bool(self.forbidden) or self.edit is not None or self.allowed is not None
+
+    @property
+    def random(self) -> bool:
+        """Whether its tokens are drawn."""
+        return not (self.params.greedy or self.best)
 
     @property
     def plain(self) -> bool:
@@ -225,29 +228,27 @@ class Sampler:
         ]
         if edits:
             self._edit_logits(logits, edits)
+        if self._kernels is not None:
+            positions = torch.tensor([row.position for row in rows])
+            tokens, largest = self._kernels.draw(logits, positions, self._options.of(rows))
+            return _ints(tokens), _exhausted(largest.tolist(), rows)
         best = _argmax(logits)
-        random = [index for index, row in enumerate(rows) if not (row.params.greedy or row.best)]
         best_logits = logits.gather(1, best[:, None])
-        exhausted: list[int] = []
-        values = best_logits[:, 0].tolist()
-        if not all(map(math.isfinite, values)):
-            exhausted = _exhausted(values, rows)
+        exhausted = _exhausted(best_logits[:, 0].tolist(), rows)
+        if exhausted:
             logits[exhausted] = best_logits[exhausted] = 0.0  # drawing from them is harmless then
         draws = _draws_of(rows)
         if draws is not None:
             best = best[torch.tensor(draws, device=best.device)]
+        random = [index for index, row in enumerate(rows) if row.random]
         if not random:
             return _ints(best), exhausted
-        wanted = set(random)
-        if self._kernels is not None:
-            drawn = self._kernels.draw(logits, best_logits, self._options.of(rows, wanted))
-        else:
-            some = slice(None) if len(random) == len(rows) else random
-            drawn = _draw(logits[some], best_logits[some], [rows[index] for index in random])
+        some = slice(None) if len(random) == len(rows) else random
+        drawn = _draw(logits[some], best_logits[some], [rows[index] for index in random])
         if len(random) == len(rows):
             return _ints(drawn), exhausted
         owners = range(len(rows)) if draws is None else draws
-        places = [place for place, row in enumerate(owners) if row in wanted]
+        places = [place for place, row in enumerate(owners) if rows[row].random]
         best[torch.tensor(places, device=best.device)] = drawn
         return _ints(best), exhausted
 
@@ -321,6 +322,8 @@ def _exhausted(best: Sequence[float], rows: Sequence[SampleRow]) -> list[int]:
     Raises:
         QuireError: another row has no finite maximum.
     """
+    if all(map(math.isfinite, best)):
+        return []
     found = [index for index, value in enumerate(best) if not math.isfinite(value)]
     if any(not rows[index].changes_logits or best[index] != -math.inf for index in found):
         raise no_finite_maximum()
@@ -335,39 +338,31 @@ def _draws_of(rows: Sequence[SampleRow]) -> list[int] | None:
 
 
 class _DrawOptions:
-    """How to draw from a batch, for the kernels.
-
-    What depends on parameters and seeds alone is kept for the next batch, which mostly has the same ones.
-    """
+    """How to choose from a batch, for the kernels; kept for the next batch, which mostly is like it."""
 
     def __init__(self) -> None:
-        self._params: list[SamplingParams] = []
-        self._seeds: list[tuple[int, ...]] = []
-        self._kept = self._of_params()
-        self._bits = np.empty(0, dtype=np.uint64)
+        self._rows: list[tuple[SamplingParams, int, tuple[int, ...], bool]] = []
+        self._options = self._made()
 
-    def of(self, rows: Sequence[SampleRow], random: set[int]) -> DrawOptions:
-        """Rows that are not ``random`` draw nothing, so their filters are left out."""
-        params = [row.params if i in random else _UNFILTERED for i, row in enumerate(rows)]
-        seeds = [(row.seed, *row.extra_seeds) if i in random else () for i, row in enumerate(rows)]
-        if params != self._params or seeds != self._seeds:
-            self._params, self._seeds = params, seeds
-            self._kept = self._of_params()
-            self._bits = np.array([seed_bits(seed) for own in seeds for seed in own], dtype=np.uint64)
-        positions = [row.position for row, own in zip(rows, seeds, strict=True) for _ in own]
-        keys = draw_keys(self._bits, np.array(positions, dtype=np.uint64))
-        return replace(self._kept, keys=torch.from_numpy(keys))
+    def of(self, rows: Sequence[SampleRow]) -> DrawOptions:
+        wanted = [(row.params, row.seed, row.extra_seeds, row.best > 0) for row in rows]
+        if wanted != self._rows:
+            self._rows = wanted
+            self._options = self._made()
+        return self._options
 
-    def _of_params(self) -> DrawOptions:
-        """All but the keys."""
-        params = self._params
+    def _made(self) -> DrawOptions:
+        params = [params for params, *_ in self._rows]
+        temperatures = [0.0 if p.greedy or best else p.temperature for p, _, _, best in self._rows]
+        seeds = [(seed, *extra) for _, seed, extra, _ in self._rows]
+        bits = np.array([seed_bits(seed) for own in seeds for seed in own], dtype=np.uint64)
         return DrawOptions(
-            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+            temperature=torch.tensor(temperatures, dtype=torch.float32),
             min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
             top_k=torch.tensor([min(p.top_k, _MOST) for p in params], dtype=torch.int64),
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
-            num_draws=torch.tensor([len(own) for own in self._seeds], dtype=torch.int64),
-            keys=torch.empty(0, dtype=torch.int64),
+            num_draws=torch.tensor([len(own) for own in seeds], dtype=torch.int64),
+            seeds=torch.from_numpy(bits.view(np.int64)),
         )
 
 

@@ -63,7 +63,7 @@ _OTHERS: dict[str, tuple[list[type], type | None]] = {
     "quire_codes_pack": ([_POINTER, _INT, _POINTER, _LONG, _INT], _INT),
     "quire_codes_errors": ([_POINTER, _INT, _POINTER, _LONG, _POINTER, _INT], None),
     "quire_replay": ([_POINTER, _LONG], _LONG),
-    "quire_draw": ([_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 8, _INT], _INT),
+    "quire_draw": ([_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 9, _INT], _INT),
     "quire_edit_logits": ([_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT], None),
     "quire_logprobs": ([_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 4, _LONG, *[_POINTER] * 5, _INT], _INT),
 }

@@ -46,9 +46,9 @@ int quire_attention(int dtype, const void* q, int64_t q_stride, const void* kv, 
                     int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t window, float scale,
                     float soft_cap, int num_threads);
 
-int quire_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const float* best,
-               const float* temperature, const float* min_p, const int64_t* top_k, const double* top_p,
-               const int64_t* num_draws, const int64_t* keys, int64_t* tokens, int num_threads);
+int quire_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const float* temperature,
+               const float* min_p, const int64_t* top_k, const double* top_p, const int64_t* num_draws,
+               const int64_t* seeds, const int64_t* positions, int64_t* tokens, float* largest, int num_threads);
 
 void quire_edit_logits(float* logits, int64_t stride, int64_t vocab, int64_t count, const int64_t* edits,
                        const float* factors, int num_threads);

@@ -272,16 +272,18 @@ class CpuKernels(Kernels):
             raise MemoryError(f"no memory for the log probabilities of {count} rows")
         return made
 
-    def draw(self, logits: Tensor, best: Tensor, options: DrawOptions) -> Tensor:
+    def draw(self, logits: Tensor, positions: Tensor, options: DrawOptions) -> tuple[Tensor, Tensor]:
         rows, vocab = logits.shape
-        tokens = torch.empty(options.keys.shape, dtype=torch.int64)
+        tokens = torch.empty(options.seeds.shape, dtype=torch.int64)
+        largest = torch.empty(rows, dtype=torch.float32)
         failed = self._calls(
             "quire_draw",
-            *(logits.data_ptr(), logits.stride(0), rows, vocab, best.data_ptr()),
+            *(logits.data_ptr(), logits.stride(0), rows, vocab),
             *(options.temperature.data_ptr(), options.min_p.data_ptr()),
             *(options.top_k.data_ptr(), options.top_p.data_ptr()),
-            *(options.num_draws.data_ptr(), options.keys.data_ptr(), tokens.data_ptr(), self.num_threads),
+            *(options.num_draws.data_ptr(), options.seeds.data_ptr(), positions.data_ptr()),
+            *(tokens.data_ptr(), largest.data_ptr(), self.num_threads),
         )
         if failed:
             raise MemoryError(f"no memory to draw from {rows} rows of {vocab} logits")
-        return tokens
+        return tokens, largest

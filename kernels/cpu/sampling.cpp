@@ -101,37 +101,69 @@ static double amount_above(const Weights& some, float cut, const Amount& amount)
     return sums.total();
 }
 
-// The weights that `weigh` gives the logits, `count` with the zeros.
-template <class Weigh>
-static RowWeights weights_of(const float* logits, int64_t vocab, int64_t count, Space& space, const Weigh& weigh) {
-    float* weights = space.weights.room<float>(count);
-    float* highest = space.highest.room<float>(count / CHECKED);
-    const auto fill = [&](const float* from, int64_t to) {
-        vf most = splat(0.0f);
-        for (int64_t j = 0; j < CHECKED; j += LANES) {
-            const vf weight = weigh(load(from + j));
-            store(weights + to + j, weight);
-            most = max(most, weight);
-        }
-        highest[to / CHECKED] = max(most);
-    };
+// body(stretch, i) for the logits of stretches that begin at i = 0 .. count - 1; after `vocab` there is nothing.
+template <class Body>
+static void for_stretches(const float* logits, int64_t vocab, int64_t count, const Body& body) {
     int64_t i = 0;
-    for (; i + CHECKED <= vocab; i += CHECKED) fill(logits + i, i);
+    for (; i + CHECKED <= vocab; i += CHECKED) body(logits + i, i);
     for (; i < count; i += CHECKED) {
         float rest[CHECKED];
         std::fill_n(rest, CHECKED, NOTHING);
         if (i < vocab) std::copy(logits + i, logits + vocab, rest);
-        fill(rest, i);
+        body(rest, i);
     }
+}
+
+// The largest logit, NaN if one is, and the first token that has it.
+struct Largest {
+    float logit;
+    int64_t token;
+};
+
+static Largest largest_of(const float* logits, int64_t vocab) {
+    Largest largest{NOTHING, 0};
+    vi nan{};
+    for_stretches(logits, vocab, vocab, [&](const float* stretch, int64_t first) {
+        vf most = splat(NOTHING);
+        for (int64_t j = 0; j < CHECKED; j += LANES) {
+            const vf some = load(stretch + j);
+            nan |= some != some;
+            most = max(most, some);
+        }
+        const float here = max(most);
+        if (here > largest.logit) largest = {here, first};
+    });
+    for (int lane = 0; lane < LANES; ++lane)
+        if (nan[lane]) return {std::numeric_limits<float>::quiet_NaN(), 0};
+    while (logits[largest.token] != largest.logit) ++largest.token;
+    return largest;
+}
+
+// The weights of a row, `count` with the zeros; `scaled` has the temperature change the logits.
+template <class Scaled>
+static RowWeights weights_of(const Row& row, int64_t vocab, int64_t count, Space& space, const Scaled& scaled) {
+    float* weights = space.weights.room<float>(count);
+    float* highest = space.highest.room<float>(count / CHECKED);
+    const vf best = splat(row.best);
+    for_stretches(row.logits, vocab, count, [&](const float* stretch, int64_t first) {
+        constexpr int VECTORS = CHECKED / LANES;
+        vf each[VECTORS], most = splat(0.0f);
+        for (int j = 0; j < VECTORS; ++j) each[j] = scaled(load(stretch + j * LANES) - best);
+        exp_negative(each);
+        for (int j = 0; j < VECTORS; ++j) {
+            store(weights + first + j * LANES, each[j]);
+            most = max(most, each[j]);
+        }
+        highest[first / CHECKED] = max(most);
+    });
     return {{weights, count}, highest};
 }
 
 static RowWeights weights_of(const Row& row, int64_t vocab, int64_t count, Space& space) {
-    const vf best = splat(row.best), temperature = splat(row.temperature);
-    if (row.temperature == 1.0f)  // the division, a third of the time, would change nothing
-        return weights_of(row.logits, vocab, count, space, [=](vf logits) { return exp_negative(logits - best); });
-    return weights_of(row.logits, vocab, count, space,
-                      [=](vf logits) { return exp_negative((logits - best) / temperature); });
+    const vf temperature = splat(row.temperature);
+    if (row.temperature == 1.0f)  // the division would change nothing
+        return weights_of(row, vocab, count, space, [](vf logits) { return logits; });
+    return weights_of(row, vocab, count, space, [=](vf logits) { return logits / temperature; });
 }
 
 // Collects weights of at least `least` and below `end` at `found`, which has room for all and CHECKED more.
@@ -358,12 +390,13 @@ using namespace quire;
 
 extern "C" {
 
-// Draws num_draws[r] tokens for each of `rows` rows of logits [rows, vocab], which start `stride` apart. `best` has
-// each row's largest logit, `keys` the keys of all draws, row after row; `tokens` takes their tokens. Returns 1 if
-// there is no memory.
-int quire_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const float* best,
-               const float* temperature, const float* min_p, const int64_t* top_k, const double* top_p,
-               const int64_t* num_draws, const int64_t* keys, int64_t* tokens, int num_threads) {
+// Chooses num_draws[r] tokens for each of `rows` rows of logits [rows, vocab], which start `stride` apart: draws them at
+// `positions`, or with temperature 0 takes the likeliest one. `seeds` are those of all draws, row after row; `tokens`
+// takes their tokens, and `largest` each row's largest logit, NaN if one is. If that is not finite, the tokens mean
+// nothing. Returns 1 if there is no memory.
+int quire_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const float* temperature,
+               const float* min_p, const int64_t* top_k, const double* top_p, const int64_t* num_draws,
+               const int64_t* seeds, const int64_t* positions, int64_t* tokens, float* largest, int num_threads) {
     return status_of([=] {
         std::vector<int64_t> first(rows + 1);
         for (int64_t r = 0; r < rows; ++r) first[r + 1] = first[r] + num_draws[r];
@@ -371,12 +404,18 @@ int quire_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
         const int64_t count = (GROUPS_OF * groups + LANES + CHECKED - 1) / CHECKED * CHECKED;
         parallel_for(rows, rows, num_threads, [&](int64_t r) {
             thread_local Space space;
-            const Row row{logits + r * stride, best[r], temperature[r], min_p[r], top_k[r], top_p[r]};
+            const Largest best = largest_of(logits + r * stride, vocab);
+            largest[r] = best.logit;
+            if (temperature[r] == 0.0f || !std::isfinite(best.logit)) {
+                std::fill(tokens + first[r], tokens + first[r + 1], best.token);
+                return;
+            }
+            const Row row{logits + r * stride, best.logit, temperature[r], min_p[r], top_k[r], top_p[r]};
             const RowWeights weights = weights_of(row, vocab, count, space);
             const float threshold = threshold_of(row, vocab, weights, space);
             const float* sums = group_sums(weights, groups, threshold, space);
             for (int64_t d = first[r]; d < first[r + 1]; ++d)
-                tokens[d] = draw(static_cast<uint64_t>(keys[d]), groups, threshold, weights.each, sums);
+                tokens[d] = draw(draw_key(seeds[d], positions[r]), groups, threshold, weights.each, sums);
         });
     });
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -67,28 +68,34 @@ def test_the_largest_are_there(shape: tuple[int, int], dtype: torch.dtype) -> No
         check(strided, packed)
 
 
-def draw(logits: Tensor, choices: Choices) -> Tensor:
+def mixed(z: int) -> int:
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def draw(logits: Tensor, temperature: Tensor, seeds: Tensor) -> Tensor:
+    """At position -1, where a draw's key is the mixed seed."""
     rows = len(logits)
     options = DrawOptions(
-        temperature=choices.temperature.where(choices.temperature > 0, 1.0),
+        temperature=temperature,
         min_p=torch.zeros(rows),
         top_k=torch.zeros(rows, dtype=torch.int64),
         top_p=torch.ones(rows, dtype=torch.float64),
         num_draws=torch.ones(rows, dtype=torch.int64),
-        keys=choices.keys,
+        seeds=seeds,
     )
-    return KERNELS.draw(logits, logits.amax(dim=1, keepdim=True), options)
+    return KERNELS.draw(logits, torch.full((rows,), -1), options)[0]
 
 
 def check_draws(x: Tensor, packed: ScreenedLinear, temperature: Tensor, seed: int) -> Tensor:
     """The logits that decide, after a comparison of the tokens that they and all logits give."""
     generator = torch.Generator().manual_seed(seed)
-    keys = torch.randint(-(2**63), 2**63 - 1, (len(x),), generator=generator)
-    choices = Choices(temperature, keys)
-    found = compare(x, packed, choices)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (len(x),), generator=generator)
+    keys = np.array([mixed(seed % 2**64) for seed in seeds.tolist()], dtype=np.uint64).view(np.int64)
+    found = compare(x, packed, Choices(temperature, torch.from_numpy(keys)))
     every = KERNELS.logits(x, packed)
-    random = temperature > 0
-    assert torch.equal(draw(found, choices)[random], draw(every, choices)[random])
+    assert torch.equal(draw(found, temperature, seeds), draw(every, temperature, seeds))
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 
 import engine.execution.sampler as sampler
 from engine.errors import QuireError
-from engine.execution.random import draw_key, draw_keys, exponential, seed_bits
+from engine.execution.random import draw_key, exponential
 from engine.execution.sampler import GROUPS_OF, Sampler, SampleRow
 from engine.sampling_params import SamplingParams
 from engine.scheduling.candidates import Candidates
@@ -200,12 +200,15 @@ def test_logits_that_are_not_finite_are_an_error(chooser: Sampler, bad: float) -
         chooser.sample(logits.clone(), [SampleRow(SamplingParams(), 0, 0, forbidden=(0, 2))])
 
 
+@pytest.mark.parametrize("best", [0, 2])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_an_allowed_token_has_no_outcome_and_harms_no_other(
-    chooser: Sampler, temperature: float
+    chooser: Sampler, temperature: float, best: int
 ) -> None:
     params = SamplingParams(temperature=temperature)
-    rows = [SampleRow(params, 5, place, forbidden=(0, 1, 2) if place == 1 else ()) for place in range(3)]
+    rows = [
+        SampleRow(params, 5, place, forbidden=(0, 1, 2) if place == 1 else (), best=best) for place in range(3)
+    ]
     logits = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
     first, second, third = chooser.sample(logits.clone(), rows)
     assert second == Candidates((), ())
@@ -263,20 +266,40 @@ def test_the_kernel_draws_what_torch_draws(vocab: int) -> None:
             assert Sampler(CpuKernels(threads)).sample(logits.clone(), rows) == expected
 
 
-def test_rows_that_draw_nothing_ask_the_kernel_for_no_filter() -> None:
-    """A temperature of 0 would make their weights NaN, and their filters would be worked out for nothing."""
-    filtered = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
+def test_rows_that_draw_nothing_have_the_kernel_take_their_largest() -> None:
+    """Also those with a temperature so small that drawing would overflow, and those of a beam."""
     rows = [
-        SampleRow(SamplingParams(temperature=0.0, **filtered), 1, 0),
-        SampleRow(SamplingParams(temperature=0.5, **filtered), 2, 0),
-        SampleRow(SamplingParams(temperature=0.5, **filtered), 3, 0, best=2),
+        SampleRow(SamplingParams(temperature=0.0, top_p=0.5), 1, 0, extra_seeds=(4, 5)),
+        SampleRow(SamplingParams(temperature=0.5, top_p=0.5), 2, 0),
+        SampleRow(SamplingParams(temperature=0.5, top_p=0.5), 3, 0, best=2),
+        SampleRow(SamplingParams(temperature=9e-6), 3, 0),
     ]
-    options = sampler._DrawOptions().of(rows, {1})
-    assert options.num_draws.tolist() == [0, 1, 0]
-    assert options.temperature.tolist() == [1.0, 0.5, 1.0]
-    assert options.top_k.tolist() == [0, 3, 0]
-    assert options.top_p.tolist() == [1.0, 0.5, 1.0]
-    assert options.min_p[[0, 2]].tolist() == [0.0, 0.0]
+    options = sampler._DrawOptions().of(rows)
+    assert options.num_draws.tolist() == [3, 1, 1, 1]
+    assert options.temperature.tolist() == [0.0, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 63, 64, 65, 300, 5_000])
+def test_the_first_of_the_largest_is_taken_wherever_it_is(chooser: Sampler, vocab: int) -> None:
+    places = sorted({*range(0, vocab, 7), *range(max(vocab - 70, 0), vocab)})
+    logits = torch.randn(len(places), vocab, generator=torch.Generator().manual_seed(vocab)) - 100
+    for row, place in enumerate(places):
+        logits[row, place] = logits[row, place + (vocab - place) // 2] = -1.5
+    rows = [SampleRow(SamplingParams(temperature=0.0), 0, 0)] * len(places)
+    assert chooser.sample(logits, rows) == places
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 300])
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
+def test_one_bad_logit_is_an_error_wherever_it_is(
+    chooser: Sampler, vocab: int, bad: float, temperature: float
+) -> None:
+    for place in range(vocab):
+        logits = torch.randn(2, vocab)
+        logits[1, place] = bad
+        with pytest.raises(QuireError, match="finite"):
+            chooser.sample(logits, [SampleRow(SamplingParams(temperature=temperature), 0, 0)] * 2)
 
 
 def test_what_a_sampler_keeps_from_one_batch_to_the_next_changes_no_draw() -> None:
@@ -328,15 +351,14 @@ def test_a_draw_depends_on_seed_and_position(chooser: Sampler) -> None:
     assert len(set(draws)) == len(draws)
 
 
-def test_keys_worked_out_together_are_those_of_each_draw() -> None:
-    pairs = [
-        (seed, position)
+def test_the_kernel_works_out_the_same_keys() -> None:
+    rows = [
+        SampleRow(SamplingParams(), seed, position)
         for seed in (-(2**63), -5, -1, 0, 1, 2**62 + 12_345, 2**63 - 1)
         for position in (0, 1, 12, 131_071, 2**31)
     ]
-    bits = np.array([seed_bits(seed) for seed, _ in pairs], dtype=np.uint64)
-    keys = draw_keys(bits, np.array([position for _, position in pairs], dtype=np.uint64))
-    assert keys.tolist() == [draw_key(seed, position) for seed, position in pairs]
+    logits = torch.zeros(len(rows), 5000)
+    assert Sampler(CpuKernels(1)).sample(logits.clone(), rows) == Sampler().sample(logits, rows)
 
 
 def test_exponential_draws_have_the_right_moments_and_no_correlation() -> None:
