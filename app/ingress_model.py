@@ -23,8 +23,8 @@ from app.fleet.victim_feed import VictimFeed
 from app.launch.model_store import resolve
 from app.metrics.fleet_figures import ModelFigures, unpacked
 from app.metrics.ingress_figures import ingress_samples
-from app.metrics.samples import Process, Samples
-from app.metrics.scaling_figures import DecisionReader, scaling_samples
+from app.metrics.samples import Process
+from app.metrics.scaling_figures import DecisionReader
 from app.routing import fleet
 from app.routing.policies import Policy
 from app.routing.subset import Subset
@@ -140,7 +140,7 @@ class IngressModel:
         self._engines = fleet.get_fleet(of.app_name, of.name)
         self._decision = DecisionReader(of.app_name, of.name)
         self.figures = ModelFigures(
-            model.name, self.process, lambda: self.client.engine_figures, self._scaling_samples
+            model.name, self.process, lambda: self.client.engine_figures, self._decision.latest
         )
 
     async def apply(self, model: ServedModel) -> None:
@@ -184,7 +184,3 @@ class IngressModel:
             self._victims.stop()
         self.overload.stop()
         await self.client.stop()
-
-    async def _scaling_samples(self) -> Samples:
-        decision = await self._decision.latest()
-        return {} if decision is None else scaling_samples(decision)

@@ -37,18 +37,23 @@ class DecisionReader:
         self._clock = clock
         self._reading: asyncio.Task[bytes | None] | None = None
 
-    async def latest(self) -> dict[str, Any] | None:
-        """The last decision; ``None`` where none is known, or it is old. Never raises."""
+    async def latest(self) -> Samples:
+        """The figures of the last decision; none where none is known, or it is old. Never raises.
+
+        While a deploy rolls, it may be of another release, which tells less.
+        """
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(asyncio.to_thread(self._read, self._key))
         done, _ = await asyncio.wait({self._reading}, timeout=READ_WITHIN_S)
         try:
             value = self._reading.result() if done else None
-            decision = None if value is None else dict(json.loads(value))
-            return decision if decision is not None and self._clock() - decision["at"] <= OLD_S else None
+            decision = {} if value is None else dict(json.loads(value))
+            if value is None or self._clock() - decision["at"] > OLD_S:
+                return {}
+            return scaling_samples(decision)
         except Exception:  # noqa: BLE001  (Ray raises many kinds; metrics and the page do without)
             self.faults.add()
-            return None
+            return {}
 
 
 def scaling_samples(decision: Mapping[str, Any]) -> Samples:

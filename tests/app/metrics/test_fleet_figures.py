@@ -48,6 +48,7 @@ DECISION = {
     "faults": {"decision": 0, "publishing": 0},
     "victims": {"yes": 2, "no": 1},
 }
+OLDER = b'{"at": 100.0, "target": 3, "running": 2}'  # of a release that told less
 
 
 def engine(generated: int) -> Samples:
@@ -251,13 +252,14 @@ def test_a_key_sees_its_own_figures_among_those_of_all_ingresses() -> None:
         (None, 100.0, False),
         (b"{", 100.0, False),
         (b"{}", 100.0, False),
+        (OLDER, 100.0, False),
     ],
 )
 def test_a_decision_counts_while_it_is_new_and_whole(value: bytes | None, now: float, known: bool) -> None:
     reader = DecisionReader("quire", "engine", read=lambda key: value, clock=lambda: now)
     decision = asyncio.run(reader.latest())
-    assert decision == (DECISION if known else None)
-    assert reader.faults.count == (value in (b"{", b"{}"))
+    assert decision == (scaling_samples(DECISION) if known else {})
+    assert reader.faults.count == (value in (b"{", b"{}", OLDER))
 
 
 def test_the_documented_table_is_the_codes() -> None:
