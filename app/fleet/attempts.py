@@ -102,7 +102,7 @@ class AttemptRunner:
     async def run(self, request: InFlightRequest) -> None:
         """Make attempts until the request has ended."""
         for count in range(1, MAX_ATTEMPTS + 1):
-            if request.ended:
+            if request.satisfied:
                 return
             if count == 1:
                 self.budget.submitted()
@@ -112,7 +112,7 @@ class AttemptRunner:
                 return
             if not request.block_keys:  # not earlier: the first channel to open says how they are made
                 request.block_keys = await self._block_keys(request.request)
-            if request.ended:
+            if request.satisfied:
                 return
             failure = await self._attempt(request, next(self._numbers))
             if failure is not None and not request.ended:

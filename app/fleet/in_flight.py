@@ -79,6 +79,11 @@ class InFlightRequest:
         return sum(map(len, self.outputs))
 
     @property
+    def satisfied(self) -> bool:
+        """Whether it needs no more attempts: it has ended, or its reader will with what has arrived."""
+        return self.ended or all(self.finished)
+
+    @property
     def unfinished(self) -> list[list[int]]:
         """The outputs so far of the sequences that have not ended."""
         return [output for output, finished in zip(self.outputs, self.finished, strict=True) if not finished]

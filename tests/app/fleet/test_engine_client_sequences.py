@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from ray.exceptions import RayTaskError
 
 from app.channel import wire
 from app.fleet.engine_client import EngineClient
-from app.fleet.generation import GenerateRequest, GenerationError, UnavailableError
+from app.fleet.generation import Delta, GenerateRequest, GenerationError, UnavailableError
 from app.fleet.in_flight import EXPECTED_TOKENS, InFlightRequest
 from app.routing.fleet_estimates import OutputLength
 from app.routing.ledger import Ledger, Route
@@ -555,3 +556,38 @@ def test_a_replica_of_an_older_version_says_nothing_of_its_blocks_and_is_no_defe
         await client.stop()
 
     run(test)
+
+
+def test_a_replica_that_dies_when_no_sequence_is_wanted_any_more_takes_no_request_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One has ended by itself, and its last tokens have not been read yet when the text ends the other."""
+
+    async def test() -> None:
+        handle, client = await started(2)
+        wanted = GenerateRequest("r", [7], SamplingParams(max_tokens=3, temperature=0.0, n=2))
+        deltas = client.generate(wanted)
+        reading = asyncio.ensure_future(anext(deltas))
+        await until(lambda: any(replica.engine.live for replica in handle.replicas.values()))
+        (live,) = client._requests
+        handle.step()
+        await reading
+        handle.step()
+        await until(lambda: live.finished == [False, True])
+        wanted.text_end.on_sequence_end(0)
+        for replica in handle.replicas.values():
+            if replica.engine.live:
+                replica.kill()
+        await until(lambda: live.runner is None)
+        ended = [delta.sequence async for delta in until_ended(deltas) if delta.finish_reason]
+        assert ended == [1]
+        await client.stop()
+
+    async def until_ended(deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
+        async for delta in deltas:
+            yield delta
+            if delta.finish_reason is not None:
+                return
+
+    run(test)
+    assert not [one.getMessage() for one in caplog.records if one.name.startswith("app") and one.levelno >= 40]
