@@ -95,12 +95,16 @@ class Request:
 class RequestStats(NamedTuple):
     """What an engine reports about a request with its first token, and about each sequence at its end.
 
+    Where sequences are ranked, also every so many tokens, and with the results: ``generated`` is the number of
+    tokens so far, in all sequences, also those that are not returned.
+
     The times are ``None`` where they are not known, as of all sequences but the first: a request counts once.
     """
 
     queue_s: float | None = None  # as ``LatencyStats`` counts them
     prefill_s: float | None = None
     preemptions: int = 0  # of the sequence, here
+    generated: int = 0
 
 
 @dataclass(slots=True)  # not frozen: one is made for each token, and that would cost twice as much
@@ -110,7 +114,8 @@ class TokenDelta:
     ``index`` is the offset of the first token in the sequence's whole output (tokens made on earlier
     replicas count). A delta with a ``finish_reason`` is the sequence's last one and may carry no token;
     ``final`` says that it is the request's last one, too. Where sequences are ranked (beam search, ``best_of``
-    above ``n``) each result comes as one delta at the end, the best one as sequence 0. If such a request is
+    above ``n``) each result comes as one delta at the end, the best one as sequence 0; deltas before that carry
+    nothing but ``stats``. If such a request is
     aborted or fails, each sequence that was live ends under its own number, which may be ``n`` or higher.
     """
 

@@ -65,8 +65,7 @@ class ResponseMaker:
     def response(self, job: GenerationJob, reply: Reply, record: RequestRecord) -> ASGIApp:
         """What generates and sends the response to a checked job; ``record`` counts what it costs."""
         record.journals, record.drawn = job.journals, job.drawn
-        params = job.options.params
-        record.ranked, record.sequences_per_choice = params.ranked, params.width / params.n
+        record.ranked = job.options.params.ranked
         if job.options.stream:
             costs = _Costs(job, record)
             take = _DirectSend(reply, record, costs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -39,8 +38,8 @@ class RequestRecord:
     journals: list[Journal] = field(default_factory=list)  # of each prompt, once they are known
     usage: Usage = field(default_factory=Usage)
     ranked: bool = False  # its choices are the best of all sequences, and known only at its end
-    sequences_per_choice: float = 1.0  # that the engines generate
     drawn: Counter[int] = field(default_factory=Counter)  # tokens of each sequence, where all of them come here
+    drawn_in_all: int = 0  # what remains of it once the request has ended
     finish_reasons: list[str] = field(default_factory=list)
     outcome: str = "disconnected"  # until it ends otherwise
     status: int = CLIENT_LEFT  # of the response; a stream that has begun has 200
@@ -67,11 +66,13 @@ class RequestRecord:
     def generated_tokens(self) -> int:
         """Tokens that the engines have generated for it, in all sequences, of which it returns the best.
 
-        If the engines rank them, the others do not come here; they count as being as long.
+        If the engines rank them, they report the number, while the tokens come at the end.
         """
-        if self.drawn:
-            return self.drawn.total()
-        return math.ceil(self.usage.completion_tokens * self.sequences_per_choice)
+        if self.drawn_in_all or self.drawn:
+            return self.drawn_in_all or self.drawn.total()
+        if self.ranked:
+            return sum(journal.generated for journal in self.journals)
+        return self.usage.completion_tokens
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -140,6 +141,7 @@ class RequestRecord:
         audit(fields, self.caller.address)
         # It is remembered for a while, without what there may be thousands of.
         self.choices.clear()
+        self.drawn_in_all = self.drawn.total()
         self.drawn.clear()
         self.finish_reasons = sorted(set(self.finish_reasons))
 

@@ -6,7 +6,7 @@ A frame is a header, its records, and its sections (:mod:`app.channel.wire_secti
     record  attempt u64, sequence u32, index u32, cached u32, tokens u32, end u8, flags u8, message bytes u16;
             then the tokens, u32 each, the message, and what the flags name: log probabilities of the tokens,
             those of the prompt (:mod:`app.channel.wire_logprobs`), stats
-    stats   queue f64, prefill f64, NaN where not known, preemptions u32
+    stats   queue f64, prefill f64, NaN where not known, preemptions u32, generated u32
 
 A hello frame carries ``count`` bytes of JSON instead of records. A submission is a header, JSON and token ids:
 the prompt's, then those of each unfinished output, whose lengths the JSON has.
@@ -38,7 +38,7 @@ from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from engine.token_logprobs import TokenLogprobs
 
-VERSION = 19
+VERSION = 20
 """Incremented with every change of a layout, of engines' metrics, or of the arguments of ``channel`` and
 ``beat``, so that a release rejects messages that it would misread."""
 
@@ -46,7 +46,7 @@ MAX_MESSAGE_BYTES = 2000
 
 _HEADER = struct.Struct("<BBIIIH")
 _RECORD = struct.Struct("<QIIIIBBH")
-_STATS = struct.Struct("<ddI")
+_STATS = struct.Struct("<ddII")
 _SUBMISSION = struct.Struct("<BII")
 _PARAMS = [(each.name, getattr(SamplingParams(), each.name)) for each in dataclasses.fields(SamplingParams)]
 
@@ -286,13 +286,13 @@ def _unpack_records(data: bytes, offset: int, count: int) -> tuple[list[Record],
 
 def _pack_stats(stats: RequestStats) -> bytes:
     queue_s, prefill_s = (math.nan if each is None else each for each in (stats.queue_s, stats.prefill_s))
-    return _STATS.pack(queue_s, prefill_s, stats.preemptions)
+    return _STATS.pack(queue_s, prefill_s, stats.preemptions, stats.generated)
 
 
 def _unpack_stats(data: bytes, offset: int) -> tuple[RequestStats, int]:
-    *seconds, preemptions = _STATS.unpack_from(data, offset)
+    *seconds, preemptions, generated = _STATS.unpack_from(data, offset)
     queue_s, prefill_s = (each if math.isfinite(each) else None for each in seconds)
-    return RequestStats(queue_s, prefill_s, preemptions), offset + _STATS.size
+    return RequestStats(queue_s, prefill_s, preemptions, generated), offset + _STATS.size
 
 
 def pack_submission(submission: Submission) -> bytes:

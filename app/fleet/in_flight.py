@@ -230,6 +230,8 @@ class InFlightRequest:
             return
         if record.stats is not None:
             self.notes.engine_stats(record.stats, ended=record.end is not None)
+            if self.request.params.ranked and record.end is None:
+                return  # it says how much is generated, and nothing else
         tokens = tuple(record.token_ids)
         if record.sequence in self.unwanted:
             if not record.final:

@@ -25,6 +25,7 @@ class AttemptNotes:
     queue_s: float | None = None
     prefill_s: float | None = None
     preemptions: int = 0
+    generated: int = 0  # tokens in all sequences, if the engine ranks them
     failure: str = ""  # why it ended early; empty if it did not
     planned: bool = False  # the request was moved: its replica stops, or is cordoned
 
@@ -37,6 +38,7 @@ class AttemptNotes:
         """What the engine says with the first token, and again when a sequence has ``ended``."""
         if stats.queue_s is not None:
             self.queue_s, self.prefill_s = stats.queue_s, stats.prefill_s
+        self.generated = max(self.generated, stats.generated)
         if ended:
             self.preemptions += stats.preemptions
 
@@ -52,6 +54,11 @@ class Journal:
     def begun(self) -> AttemptNotes | None:
         """The first attempt that has a token: of it are the times that count for the request."""
         return next((attempt for attempt in self.attempts if attempt.first_token is not None), None)
+
+    @property
+    def generated(self) -> int:
+        """Tokens in all sequences, if the engine ranks them, of one attempt: no client pays for retries."""
+        return max((attempt.generated for attempt in self.attempts), default=0)
 
     @property
     def moves(self) -> int:

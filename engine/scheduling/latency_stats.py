@@ -64,7 +64,8 @@ class LatencyStats:
         if begun:
             for delta in deltas:
                 if delta.sequence == 0 and delta.request_id in begun:
-                    delta.stats = begun[delta.request_id]
+                    generated = 0 if delta.stats is None else delta.stats.generated
+                    delta.stats = begun[delta.request_id]._replace(generated=generated)
 
     def ended(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sequence has ended."""

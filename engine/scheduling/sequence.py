@@ -186,6 +186,8 @@ class SequenceGroup:
     next_number: int = 1  # numbers are never used twice
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of a ranked group, for its results
     stats: RequestStats | None = None  # the same, once its first sequence has a token
+    generated: int = 0  # tokens of a ranked group, in all sequences
+    reported: int = 0  # of them, with the last delta
 
     def best(self) -> list[Hypothesis]:
         """The ``n`` finished sequences with the highest scores, best first; equal scores keep their order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from engine.kv.block_pool import InvariantError
-from engine.request import FinishReason, TokenDelta
+from engine.request import FinishReason, RequestStats, TokenDelta
 from engine.scheduling.beam_search import BeamSearch
 from engine.scheduling.candidates import Candidates
 from engine.scheduling.outcomes import Outcomes
@@ -13,6 +13,9 @@ from engine.scheduling.sequence import Hypothesis, Sequence, SequenceGroup
 from engine.scheduling.state import SchedulerState
 from engine.seeds import sequence_seed
 from engine.token_logprobs import TokenLogprobs
+
+REPORT_TOKENS = 32
+"""Tokens of a ranked group after which their number is reported again."""
 
 
 class SequenceGroups:
@@ -68,9 +71,12 @@ class SequenceGroups:
     ) -> list[TokenDelta]:
         """Give a sequence its next token; return what its client gets to see of that now."""
         prompt_logprobs = self._take_prompt_logprobs(sequence)
+        group = sequence.group
+        if group is not None and group.params.ranked:
+            group.generated += 1
         delta = self._outcomes.append(sequence, token, logprob, detail)
         if delta is None:
-            return []
+            return [] if group is None else _progress(group, sequence)
         delta.prompt_logprobs = prompt_logprobs
         return [delta] if delta.finish_reason is None else self.finished(sequence, delta)
 
@@ -151,6 +157,7 @@ class SequenceGroups:
         selection = group.search.select(
             [(other.logprob, other.candidates) for other in beams if other.candidates], beams[0].num_generated
         )
+        group.generated += group.params.width  # also of beams that end, or are dropped
         for parent, token, score, reason in selection.finished:
             output = (*beams[parent].token_ids[beam.output_start :], token)
             logprobs = (*beams[parent].logprobs, *_detail(beams[parent], token))
@@ -174,7 +181,7 @@ class SequenceGroups:
         ranked = [by_rank[rank] for rank in range(len(selection.next))]
         group.sequences = {sequence.number: sequence for sequence in ranked}
         if not selection.done:
-            return []
+            return _progress(group, beam)
         del self._groups[group.request_id]
         return _results(group, beam.cached_tokens or 0)
 
@@ -203,6 +210,18 @@ class SequenceGroups:
                 raise InvariantError(f"all beams of request {group.request_id!r} wait for each other")
 
 
+def _stats(group: SequenceGroup) -> RequestStats:
+    return (group.stats or RequestStats())._replace(generated=group.generated)
+
+
+def _progress(group: SequenceGroup, sequence: Sequence) -> list[TokenDelta]:
+    """Every so many tokens, what the client of a ranked request pays for if it leaves before the results."""
+    if group.generated - group.reported < REPORT_TOKENS:
+        return []
+    group.reported = group.generated
+    return [TokenDelta(group.request_id, 0, (), None, sequence.cached_tokens or 0, stats=_stats(group))]
+
+
 def _results(group: SequenceGroup, cached_tokens: int) -> list[TokenDelta]:
     best = group.best()
     if not best:  # every token that was allowed ends a sequence too early, or none was allowed
@@ -222,7 +241,7 @@ def _results(group: SequenceGroup, cached_tokens: int) -> list[TokenDelta]:
             score=hypothesis.score,
             logprobs=hypothesis.logprobs if group.params.logprobs is not None else None,
             prompt_logprobs=group.prompt_logprobs if rank == 0 else None,
-            stats=group.stats if rank == 0 else None,
+            stats=_stats(group) if rank == 0 else None,
         )
         for rank, hypothesis in enumerate(best)
     ]

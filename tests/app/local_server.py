@@ -26,6 +26,7 @@ from app.api.tokenizer_parts import TokenizerParts
 from app.fleet.cache_reset import CacheReset
 from app.fleet.fleet_limits import FleetLimits
 from app.fleet.generation import Delta, GenerateRequest, GenerationError
+from app.fleet.journal import AttemptNotes
 from app.option_groups import IngressOptions
 from app.routing.prefix_flow import PrefixFlow
 from engine.config import EngineConfig
@@ -70,7 +71,9 @@ class LocalClient:
         request_id = f"{request.request_id}-{next(self._numbers)}"
         queue: asyncio.Queue[TokenDelta] = asyncio.Queue()
         self._queues[request_id] = (asyncio.get_running_loop(), queue)
-        ended = False
+        ended, notes = False, AttemptNotes()
+        if params.ranked:
+            request.journal.attempts.append(notes)
         try:
             self.engine.submit(
                 Request(
@@ -85,6 +88,10 @@ class LocalClient:
             while not ended:
                 delta = await queue.get()
                 ended = delta.final
+                if delta.stats is not None:
+                    notes.engine_stats(delta.stats, ended=delta.finish_reason is not None)
+                    if params.ranked and delta.finish_reason is None:
+                        continue
                 if delta.finish_reason is FinishReason.ERROR:
                     raise GenerationError(delta.error or "unknown")
                 reason = None if delta.finish_reason is None else delta.finish_reason.value

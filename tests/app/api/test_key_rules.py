@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any, cast
 
@@ -233,6 +234,32 @@ def test_a_key_pays_for_every_sequence_that_is_generated(
     )
     line = json.loads(path.read_text())
     assert (line["output_tokens"], line["generated_tokens"]) == (returned, 10 * sequences)
+
+
+@pytest.mark.parametrize("how", [{"best_of": 4}, {"use_beam_search": True, "beam_width": 4, "temperature": 0}])
+@pytest.mark.usefixtures("keys")
+def test_a_key_pays_for_what_was_ranked_when_its_client_leaves(
+    server: LocalServer, how: dict[str, Any]
+) -> None:
+    before = used(server)
+    fields = {"prompt": [1000, 1001, 1002], "max_tokens": 40, "ignore_eos": True, **how}
+    body = json.dumps(fields).encode()
+    address = httpx.URL(server.url)
+    server.client.last = None
+    with server.slow_steps(), socket.create_connection((address.host, address.port)) as connection:
+        lines = [
+            "POST /v1/completions HTTP/1.1",
+            "host: a",
+            "x-api-key: narrow",
+            f"content-length: {len(body)}",
+        ]
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+        wait_until(lambda: server.client.last is not None and server.client.last.journal.generated >= 64)
+    assert server.client.last is not None
+    paid = [after - count for after, count in zip(used(server), before, strict=True)]
+    assert paid[:2] == [1, 3]
+    assert paid[3] == server.client.last.journal.generated
+    assert 64 <= paid[3] < 4 * 40
 
 
 def test_the_body_of_a_key_beyond_its_limits_is_not_parsed(

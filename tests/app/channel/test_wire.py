@@ -47,7 +47,7 @@ records = st.lists(
         logprobs=st.none() | st.lists(scores, max_size=3),
         prompt_logprobs=st.none() | st.lists(scores, max_size=3).map(tuple),
         stats=st.none()
-        | st.builds(RequestStats, st.none() | st.floats(0, 1e9), st.none() | st.floats(0, 1e9), u32),
+        | st.builds(RequestStats, st.none() | st.floats(0, 1e9), st.none() | st.floats(0, 1e9), u32, u32),
     ),
     max_size=8,
 )

@@ -22,7 +22,7 @@ from app.routing.ledger import Ledger, Route
 from app.routing.routing_meta import RoutingMeta
 from engine.errors import InvalidRequestError
 from engine.kv.block_groups import GroupBy
-from engine.request import FinishReason, TokenDelta
+from engine.request import FinishReason, RequestStats, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.structured_output import FORM_FAILED
 
@@ -591,3 +591,16 @@ def test_a_replica_that_dies_when_no_sequence_is_wanted_any_more_takes_no_reques
 
     run(test)
     assert not [one.getMessage() for one in caplog.records if one.name.startswith("app") and one.levelno >= 40]
+
+
+def test_what_a_ranked_request_generates_is_known_before_its_end() -> None:
+    """A retry begins again, for which its client does not pay."""
+    beams = InFlightRequest(request([1], 1, 1000, use_beam_search=True, beam_width=5))
+    for attempt, tokens in ((1, 64), (2, 32)):
+        beams.begin_attempt(attempt, 1.0)
+        packed = wire.pack_records(1, 0, [wire.Record(attempt, 0, [], stats=RequestStats(generated=tokens))])
+        (record,) = wire.unpack_frame(packed).records
+        assert beams.continues(record)
+        beams.accept(record)
+        assert (beams.notes.generated, beams.request.journal.generated) == (tokens, 64)
+    assert not beams.deltas._waiting

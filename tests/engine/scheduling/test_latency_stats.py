@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 from kv_simulation import KVSimulation, make_request, make_scheduler
 
 from engine.request import RequestStats
@@ -108,7 +110,23 @@ def test_ranked_sequences_tell_their_times_with_the_results() -> None:
         told: list[RequestStats | None] = []
         while scheduler.has_work():
             told += step(scheduler, model, clock)
-        assert told == [RequestStats(99.0, 1.0), None]
+        assert told == [RequestStats(99.0, 1.0, generated=12), None]
+
+
+@pytest.mark.parametrize("form", [{"use_beam_search": True, "beam_width": 3}, {"best_of": 3}])
+def test_ranked_sequences_tell_how_many_tokens_they_have(form: dict[str, Any]) -> None:
+    clock = Clock()
+    scheduler, model = make_scheduler(num_blocks=64, clock=clock), KVSimulation(4)
+    scheduler.add(make_request("a", [1, 2, 3], max_tokens=30, ignore_eos=True, n=2, **form))
+    told: list[RequestStats | None] = []
+    while scheduler.has_work():
+        told += step(scheduler, model, clock)
+    generated = [stats.generated for stats in told if stats is not None]
+    assert generated[-1] == 90
+    assert len(generated) == 3
+    assert all(
+        32 <= after - before < 35 for before, after in zip([0, *generated], generated[:-1], strict=False)
+    )
 
 
 def test_preemptions_are_told_at_the_end() -> None:
