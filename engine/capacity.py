@@ -17,7 +17,7 @@ from pathlib import Path
 
 from engine.config import DTYPE_ALIASES, WeightsOption
 from engine.errors import ConfigError
-from engine.models.config import ModelConfig, read_model_config
+from engine.models.config import SCREENED_SHARE, ModelConfig, read_model_config
 from engine.models.dtypes import BYTES
 from engine.models.folders import local_folder
 from engine.models.registry import SHAPES
@@ -60,14 +60,18 @@ def kv_bytes_per_token(config: ModelConfig, item_bytes: int, tp: int = 1) -> int
     return 2 * item_bytes * config.num_layers * (config.num_kv_heads // tp) * config.head_dim
 
 
-def weight_bytes(config: ModelConfig, item_bytes: int, weights: WeightsOption) -> int:
+def weight_bytes(config: ModelConfig, item_bytes: int, weights: WeightsOption, cpu: bool = False) -> int:
     """Bytes of a model's weights of ``item_bytes`` each; with ``auto`` the most that they may be.
 
-    In few bits, the embedding table is there as in the file, too, and the output head has 8 bits.
+    In few bits, the embedding table is there as in the file, too, and the output head has 8 bits. Otherwise, a
+    ``cpu`` keeps a head that is the embedding table once more, and a large head may be screened, which takes
+    another copy of it in 8 bits (``kernels/cpu/screened.py``).
     """
-    if weights not in _CODED_BYTES:
-        return config.num_parameters * item_bytes
     table = config.vocab_size * config.hidden_size
+    if weights not in _CODED_BYTES:
+        parameters = config.num_parameters + (table if cpu and config.tie_word_embeddings else 0)
+        screened = cpu and table >= SCREENED_SHARE * config.num_parameters
+        return parameters * item_bytes + (int(table * _CODED_BYTES["int8"]) if screened else 0)
     layers = config.num_parameters - table * (1 if config.tie_word_embeddings else 2)
     return int(table * (item_bytes + _CODED_BYTES["int8"]) + layers * _CODED_BYTES[weights])
 
@@ -81,6 +85,7 @@ def plan(
     memory_fraction: float = 0.9,
     dtype: str = "bfloat16",
     weights: WeightsOption = "model",
+    cpu: bool = False,
     tp: int = 1,
     block_size: int = 16,
     max_model_len: int | None = None,
@@ -92,6 +97,7 @@ def plan(
         kv_memory: bytes of the pool on each device; or give
         device_memory: bytes of each device, of which ``memory_fraction`` holds weights and pool together.
         weights: how matrices are kept, as the engine's option of that name.
+        cpu: the devices are CPUs, which keep more copies of the output head.
         max_model_len: longest sequence in tokens; ``None`` takes the model's.
 
     Raises:
@@ -102,7 +108,7 @@ def plan(
     if not 0.0 < memory_fraction <= 1.0:
         raise ConfigError(f"memory_fraction is {memory_fraction} but must be above 0 and at most 1")
     per_token = kv_bytes_per_token(config, BYTES[dtype], tp)
-    own_weights = -(-weight_bytes(config, BYTES[dtype], weights) // tp)
+    own_weights = -(-weight_bytes(config, BYTES[dtype], weights, cpu) // tp)
     if kv_memory is None:
         if device_memory is None:
             raise ConfigError("give the memory of the KV pool (--memory) or of the device (--device-memory)")
@@ -193,6 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--weights", choices=["model", *_CODED_BYTES], default="model", help="quantized matrices, on a CPU"
     )
+    parser.add_argument("--cpu", action="store_true", help="for a CPU, with its copies of the output head")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a block (16)")
     parser.add_argument("--max-model-len", type=int, help="longest sequence in tokens (the model's own)")
     parser.add_argument("--json", metavar="OUT", type=Path, help="also write the figures to this file")
@@ -206,6 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
             memory_fraction=options.memory_fraction,
             dtype=options.dtype,
             weights=options.weights,
+            cpu=options.cpu,
             tp=options.tp,
             block_size=options.block_size,
             max_model_len=options.max_model_len,

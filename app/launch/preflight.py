@@ -106,7 +106,7 @@ def engine_bytes(options: AppConfig, folder: Path) -> int:
     model = read_model_config(folder)
     with TensorFiles(folder) as files:
         dtype = dtype_name(options.engine.dtype, model, files)
-    return PROCESS_BYTES + weight_bytes(model, BYTES[dtype], options.engine.weights)
+    return PROCESS_BYTES + weight_bytes(model, BYTES[dtype], options.engine.weights, cpu=True)
 
 
 def check_memory(

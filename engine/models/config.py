@@ -29,6 +29,11 @@ MAX_FACTOR = 1e6  # of RoPE, and caps and scales of attention: 1 / MAX_FACTOR is
 MAX_THETA = 1e15
 
 
+SCREENED_SHARE = 1 / 12
+"""An output head with at least this share of a model's parameters is screened, which takes half of its memory
+once more. A smaller one takes too little of a step to be worth that."""
+
+
 class RopeType(enum.StrEnum):
     """Kinds of rotary position embedding that :mod:`engine.models.rope` computes."""
 

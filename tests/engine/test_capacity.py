@@ -14,7 +14,9 @@ from engine.config import WeightsOption
 from engine.errors import ConfigError
 from engine.models.config import FAMILIES as ARCHITECTURES
 from engine.models.config import read_model_config
+from engine.models.packer import Packer
 from engine.models.registry import SHAPES
+from kernels.cpu import CpuKernels
 from kernels.interface import kv_pool_shape
 
 GIB = 2**30
@@ -150,3 +152,34 @@ def test_weights_in_few_bits(name: str, weights: WeightsOption, bytes_of_32: int
     assert weight_bytes(config, 2, weights) == pytest.approx(expected, abs=1)
     for other in ("auto", "model"):
         assert weight_bytes(config, 2, other) == 2 * config.num_parameters > expected
+
+
+@pytest.mark.parametrize("weights", ["auto", "model"])
+def test_a_cpu_keeps_copies_of_the_output_head(weights: WeightsOption, tmp_path: Path) -> None:
+    """One that is the embedding table is packed; a large one is there in 8 bits, too."""
+    small, large = SHAPES["smollm2-135m"], SHAPES["llama-3-8b"]
+    table = small.vocab_size * small.hidden_size
+    assert small.tie_word_embeddings
+    expected = 2 * (small.num_parameters + table) + table * 34 // 32
+    assert weight_bytes(small, 2, weights, cpu=True) == expected
+    assert weight_bytes(large, 2, weights, cpu=True) == 2 * large.num_parameters
+    out = tmp_path / "plan.json"
+    command = ["--model", "smollm2-135m", "--device-memory", "1GiB", "--weights", "model", "--json", str(out)]
+    for more, size in (([], 2 * small.num_parameters), (["--cpu"], expected)):
+        assert main([*command, *more]) == 0
+        assert json.loads(out.read_text())["weights"] == size
+
+
+def test_the_copies_of_a_cpus_output_head_are_no_more_than_planned(tmp_path: Path) -> None:
+    """What the kernels have set aside for a head, of a whole number of panels."""
+    kernels = CpuKernels(num_threads=1)
+    weight = torch.randn(1024, 256).to(torch.bfloat16)
+    packer = Packer(kernels, "model", torch.bfloat16, num_parameters=2 * weight.numel())
+    packer.pack(torch.randn(32, 64).to(torch.bfloat16), None)  # takes an arena
+    before = kernels._calls.weight_arena.free
+    packer.pack(weight, None, head=True)
+    taken = kernels._calls.weight_arena.free - before
+    assert taken in (
+        pytest.approx(weight.numel() * 2, abs=256),
+        pytest.approx(weight.numel() * 98 / 32, abs=256),
+    )
