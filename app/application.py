@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,12 +94,6 @@ def warn_of_serve() -> None:
             "Serve's HAProxy keeps running requests whose clients have left, and lets idle connections lock "
             "others out; before `ray start`, set RAY_SERVE_HAPROXY_BINARY_PATH to what `which quire-haproxy` "
             "prints (docs/deployment.md)"
-        )
-    if serving.haproxy_enabled() and not serving.INLINED.keys() <= os.environ.keys():
-        logger.warning(
-            "a full /dev/shm will end Ray on its node, with all replicas there: set %s as in "
-            "serve_config.yaml, run `serve shutdown`, and deploy again (docs/deployment.md)",
-            ", ".join(serving.INLINED),
         )
 
 

@@ -26,6 +26,7 @@ from app.config import AppConfig, ServedModel
 from app.disk_room import NodeRoom, session_folder
 from app.fleet.drain import DRAIN_AFTER_S
 from app.ingress_model import IngressModel, ModelFolder
+from app.launch.serving import full_shm_warning
 from app.metrics.ray_export import EVERY_S, RayExport
 from app.metrics.samples import Process
 from app.metrics.siblings import Siblings
@@ -67,6 +68,8 @@ class IngressReplica:
         audit_to(options.ingress.audit_log, logs.replica_name("ingress"))
         self._tracer = RequestTracer.configured(options.ingress, logs.replica_name("ingress"))
         self._room = NodeRoom(session_folder(), logger.warning)
+        if warning := full_shm_warning():  # only here is known what Serve's controller was started with
+            logger.warning("%s", warning)
         models = config.served_models(options)
         siblings = Siblings(next(iter(engines.values())).deployment_id.app_name)
         self.server = ApiServer(

@@ -26,6 +26,7 @@ from app.deployment_version import version_of
 from app.disk_room import NodeRoom, session_folder
 from app.launch import placement
 from app.launch.model_store import resolve
+from app.launch.serving import full_shm_warning
 from app.metrics.engine_figures import engine_samples
 from app.metrics.ray_export import EVERY_S, RayExport
 from app.metrics.samples import Samples, pack
@@ -91,6 +92,8 @@ class EngineReplica(EngineCalls):
         self._scaling = StatsReporter(node, placement.on_head(node))
         self._background = Background()
         self._room = NodeRoom(session_folder(), logger.warning)
+        if warning := full_shm_warning():  # only here is known what Serve's controller was started with
+            logger.warning("%s", warning)
         self._looking = self._background.start("disk room", self._room.run())
         self._reporter = self._background.start("metrics", self._report())
         self._watchdog = Watchdog(self._engine, self._hub, options.service.stuck_after_s)

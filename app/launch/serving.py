@@ -59,6 +59,18 @@ HAPROXY_ENVIRONMENT = {
 }
 
 
+def full_shm_warning(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What a process of Serve with these variables is to log at its start; ``None`` if all is well."""
+    missing = [f"{name}={value}" for name, value in INLINED.items() if name not in environ]
+    if not missing:
+        return None
+    return (
+        f"a full /dev/shm will end Ray on its node, with all replicas there: set {', '.join(missing)} as in "
+        "serve_config.yaml, run `serve shutdown`, and deploy again; or export it before `ray start` and "
+        "`serve run` (docs/deployment.md)"
+    )
+
+
 def controller_environment() -> dict[str, str]:
     """Environment variables of the Serve controller, which its replicas inherit.
 

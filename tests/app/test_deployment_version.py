@@ -84,20 +84,15 @@ def test_replicas_run_on_one_loop_and_none_has_an_environment_of_its_own() -> No
     assert serving.ONE_LOOP["RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"] == "0"
 
 
-def test_a_serve_that_could_end_with_a_full_dev_shm_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It was started with an earlier ``serve_config.yaml``."""
-    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/bin/quire-haproxy")
+def test_a_serve_that_could_end_with_a_full_dev_shm_is_warned_of() -> None:
+    """It was started by ``serve run``, or with an earlier ``serve_config.yaml``."""
     (name,) = serving.INLINED
-    monkeypatch.setenv(name, "1")
-    application.warn_of_serve()
-    assert caplog.messages == []
-    monkeypatch.delenv(name)
-    application.warn_of_serve()
-    (told,) = caplog.messages
-    assert f"a full /dev/shm will end Ray on its node, with all replicas there: set {name} as in" in told
+    assert serving.full_shm_warning({**serving.controller_environment()}) is None
+    told = serving.full_shm_warning({})
+    assert told is not None
+    assert (
+        f"a full /dev/shm will end Ray on its node, with all replicas there: set {name}=8388608 as in" in told
+    )
 
 
 def test_serve_knows_what_restarts_haproxy_soon() -> None:
