@@ -17,6 +17,7 @@ from torch.nn import functional as F
 GROUP = 32
 """``k`` of a group; the last one of a row may be shorter."""
 
+NOT_EXACT = "the weights are not exactly what codes stand for"
 NOT_FINITE = "a weight is not finite"
 TOO_LARGE = "a weight is too large for the scales, which are float16"
 

@@ -244,11 +244,13 @@ class Kernels(ABC):
         """:meth:`pack_linear`, with what makes :meth:`deciding_logits` fast, if anything does."""
         return self.pack_linear(weight, None)
 
-    def pack_codes(self, weight: Tensor, bits: int, bias: Tensor | None) -> PackedLinear:
+    def pack_codes(
+        self, weight: Tensor, bits: int, bias: Tensor | None, *, exact: bool = False
+    ) -> PackedLinear:
         """Like :meth:`pack_linear`, but kept in 4 or 8 ``bits``; see :mod:`kernels.codes`.
 
         :meth:`linear` then codes the rows of ``x``, too. Raises ``ValueError`` for weights that cannot be
-        coded.
+        coded, or are to be ``exact`` and are not what codes stand for.
         """
         raise NotImplementedError(f"{self.name} kernels do not support 4-bit or 8-bit weights")
 

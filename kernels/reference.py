@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.activation import Activation
-from kernels.codes import code_rows, encode, is_exact
+from kernels.codes import NOT_EXACT, code_rows, encode, is_exact
 from kernels.interface import (
     AttentionMetadata,
     AttentionOptions,
@@ -62,8 +62,13 @@ class ReferenceKernels(Kernels):
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> ReferenceLinear:
         return ReferenceLinear(weight, bias)
 
-    def pack_codes(self, weight: Tensor, bits: int, bias: Tensor | None) -> ReferenceCodes:
-        return ReferenceCodes(weight, bits, bias)
+    def pack_codes(
+        self, weight: Tensor, bits: int, bias: Tensor | None, *, exact: bool = False
+    ) -> ReferenceCodes:
+        packed = ReferenceCodes(weight, bits, bias)
+        if exact and not packed.exact:
+            raise ValueError(NOT_EXACT)
+        return packed
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """See the interface. Fewer than 4 rows are padded: torch has other paths for those, with other bits."""

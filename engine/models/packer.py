@@ -7,12 +7,9 @@ from torch import Tensor
 
 from engine.config import WeightsOption
 from engine.errors import ConfigError
+from engine.models.config import SCREENED_SHARE
 from kernels.codes import are_codes
 from kernels.interface import Kernels, PackedLinear
-
-_SCREENED_SHARE = 1 / 12
-"""An output head with at least this share of a model's parameters is screened, which takes half of its memory
-once more. A smaller one takes too little of a step to be worth that."""
 
 
 class Packer:
@@ -53,7 +50,7 @@ class Packer:
         self._matrices += 1
         coded = self._in_codes(weight, bias, 8 if head or self._weights == "int8" else 4)
         if coded is None:
-            if head and bias is None and weight.numel() >= _SCREENED_SHARE * self._num_parameters:
+            if head and bias is None and weight.numel() >= SCREENED_SHARE * self._num_parameters:
                 return self.kernels.pack_head(weight)
             return self.kernels.pack_linear(weight, bias)
         self._coded += 1
@@ -64,9 +61,8 @@ class Packer:
         if not (self._chosen or (self._looks and are_codes(weight, bits))):
             return None
         try:
-            packed = self.kernels.pack_codes(weight, bits, bias)
+            return self.kernels.pack_codes(weight, bits, bias, exact=not self._chosen)
         except ValueError as error:
             if not self._chosen:
                 return None
             raise ConfigError(f"weights={self._weights}: {error}; set weights to model") from error
-        return packed if self._chosen or packed.exact else None

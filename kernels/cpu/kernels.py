@@ -66,8 +66,10 @@ class CpuKernels(Kernels):
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         return pack_linear(self._calls, weight, bias, self.num_threads)
 
-    def pack_codes(self, weight: Tensor, bits: int, bias: Tensor | None) -> PackedLinear:
-        return CodedLinear(self._calls, weight, bits, bias, self.num_threads)
+    def pack_codes(
+        self, weight: Tensor, bits: int, bias: Tensor | None, *, exact: bool = False
+    ) -> PackedLinear:
+        return CodedLinear(self._calls, weight, bits, bias, self.num_threads, exact=exact)
 
     def pack_head(self, weight: Tensor) -> PackedLinear:
         whole = self.pack_linear(weight, None)

@@ -34,6 +34,13 @@ def aligned_buffer(calls: Calls, size: int) -> tuple[Tensor, int]:
     return arena.memory, start
 
 
+def give_back(calls: Calls, size: int, start: int) -> None:
+    """The last buffer, of ``size`` bytes from ``start`` on, is not needed: the next one takes its place."""
+    arena = calls.weight_arena
+    if arena.free == start + size:
+        arena.free = start
+
+
 def padded_bias(bias: Tensor | None, columns: int) -> tuple[Tensor | None, int | None]:
     """``bias`` ``[N]`` in float32 with zeros up to ``columns``, and its address."""
     if bias is None:

@@ -102,6 +102,23 @@ def test_codes_of_a_matrix_with_other_columns_are_not_exact(cpu: CpuKernels, bit
 
 
 @both
+def test_codes_that_are_not_kept_give_their_memory_back(cpu: CpuKernels, bits: int) -> None:
+    """With ``weights=auto``, a matrix that was not made of codes is kept whole."""
+    made = encode(random(96, 256), bits).decode().to(torch.bfloat16)
+    for kernels in (cpu, ReferenceKernels()):
+        kept = kernels.pack_codes(made, bits, None, exact=True)
+        free = cpu._calls.weight_arena.free
+        with pytest.raises(ValueError, match="not exactly what codes stand for"):
+            kernels.pack_codes(random(96, 256, dtype=torch.bfloat16), bits, None, exact=True)
+        with pytest.raises(ValueError, match="not finite"):
+            kernels.pack_codes(made * float("nan"), bits, None)
+        assert cpu._calls.weight_arena.free == free
+        after = kernels.pack_codes(made, bits, None)
+        x = torch.ones(1, 256, dtype=torch.bfloat16)
+        assert torch.equal(kernels.linear(x, kept), kernels.linear(x, after))
+
+
+@both
 @dtypes
 @pytest.mark.parametrize("shape", [(1, 32), (70, 96), (33, 257)], ids=str)
 def test_codes_are_exact_if_every_row_was_made_of_some(
