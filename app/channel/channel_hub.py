@@ -56,6 +56,8 @@ UNREAD_S = 5.0
 """Waiting tokens are bounded (``MAX_WAITING_TOKENS``) once no frame has left for this long: before that, the
 ingress may only be busy with a large one."""
 
+UNREAD = "its tokens were not read in time"
+
 ARRIVAL_S = 4.0
 """Maximum time from the hello to the connection that it offers; after that, frames leave through Serve."""
 
@@ -328,7 +330,7 @@ class ChannelHub:
                     self._drop(attempt)
                 else:
                     channel.drop_records(number)
-                channel.add(wire.Record(number, 0, [], end=FinishReason.ABORT, final=True))
+                channel.add(wire.Record(number, 0, [], end=FinishReason.ABORT, message=UNREAD, final=True))
                 logger.warning("attempt %d of %s ended: nobody reads its tokens", number, channel.cid)
                 if channel.waiting_tokens <= MAX_WAITING_TOKENS:
                     break

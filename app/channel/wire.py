@@ -85,7 +85,7 @@ class Record:
     token_ids: list[int]
     cached_tokens: int = 0
     end: FinishReason | None = None
-    message: str = ""  # with FinishReason.ERROR
+    message: str = ""  # with FinishReason.ERROR, and with some of ABORT
     sequence: int = 0
     final: bool = False
     logprobs: list[TokenLogprobs] | None = None  # of each token, if asked for

@@ -224,8 +224,8 @@ class InFlightRequest:
             self.fail(_error_of(record.message))
             return
         if record.end is _ABORT:
-            # Nobody here asked for it: the engine is closing the channel.
-            self.notes.failure = "the engine closed the channel"
+            # Nobody here asked for it.
+            self.notes.failure = record.message or "the engine closed the channel"
             self.interrupt.set()
             return
         if record.stats is not None:

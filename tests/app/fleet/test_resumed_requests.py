@@ -12,10 +12,11 @@ from engine_client_setting import collect, collect_all, quiet, request, run, sta
 from loopback import LoopbackHandle, LoopbackReplica, LoopbackStream, expected_tokens, stepping
 from virtual_time import loop_time
 
-from app.channel import wire
+from app.channel import channel_hub, wire
 from app.channel.channel_hub import CALL_END_S, KEEP_S
 from app.channel.ingress_channel import MAX_STALE, RESUME_S
 from app.fleet.engine_client import EngineClient
+from app.fleet.faults import Faults
 from app.fleet.generation import GenerateRequest
 from engine.sampling_params import SamplingParams
 
@@ -418,3 +419,47 @@ def _consistent(handle: LoopbackHandle, client: EngineClient) -> bool:
         (one.bookings, one.booked_tokens, one.pending_rows, one.acknowledged_rows) == (0, 0, 0, 0)
         for one in states
     )
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_attempt_whose_tokens_nobody_read_is_retried_and_is_no_fault(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record that ends it comes with the answer of its call, or later."""
+    monkeypatch.setattr(channel_hub, "MAX_WAITING_TOKENS", 100)
+    monkeypatch.setattr(channel_hub, "UNREAD_S", 1.0)
+    faults: list[str] = []
+    monkeypatch.setattr(Faults, "attempt_failed", lambda self, request, reason: faults.append(reason))
+
+    async def test() -> None:
+        handle, client = await started(1)
+        (replica,) = handle.replicas.values()
+        wanted = [request([1], 400, "long"), request([2], 150, "short")]
+        jobs = [asyncio.ensure_future(collect(client, each)) for each in wanted]
+        await until(lambda: len(replica.engine.live) == 2)
+        handle.step()
+        await asyncio.sleep(0.01)
+        (channel,) = replica.hub._channels.values()
+        channel.congested = True
+        for _ in range(60):
+            handle.step()
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(1.0)
+        handle.step()
+        assert len(replica.engine.aborted) == 1
+        await asyncio.sleep(2.0 if late else 0.0)
+        channel.congested = False
+        channel.wake.set()
+        async with stepping(handle):
+            assert await asyncio.gather(*jobs) == [expected_tokens([1], 400), expected_tokens([2], 150)]
+        await until(lambda: quiet(handle, client))
+        failures = [[attempt.failure for attempt in each.journal.attempts] for each in wanted]
+        assert sorted(map(len, failures)) == [1, 2]
+        reason = "its ingress forgot it" if late else channel_hub.UNREAD
+        assert [each for journal in failures for each in journal if each] == [reason]
+        assert sum(each.journal.retries for each in wanted) == 1
+        assert client._parts.attempts.defects == 0
+        await client.stop()
+
+    run(test)
+    assert faults == []
