@@ -253,10 +253,17 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/tenant.py",
-        '    return request.headers.get(CLIENT_ADDRESS, request.client.host if request.client is not None else "")',
-        '    return request.client.host if request.client is not None else ""',
+        "    return request.headers.get(CLIENT_ADDRESS, peer) if _behind_haproxy() else peer",
+        "    return peer",
         _TENANT,
         "all clients behind the proxy share one share of large bodies",
+    ),
+    Fault(
+        "app/api/tenant.py",
+        "    return request.headers.get(CLIENT_ADDRESS, peer) if _behind_haproxy() else peer",
+        "    return request.headers.get(CLIENT_ADDRESS, peer)",
+        _TENANT,
+        "without HAProxy a client chooses the address that its limits count for",
     ),
     Fault(
         "app/api/choices.py",

@@ -14,10 +14,11 @@ from starlette.requests import Request
 
 from app.api.key_limits import KeyLimits
 from app.api.keys import ApiKey
-from app.api.tenant import client_of, secret, sender_of, tenant_of
+from app.api.tenant import HAPROXY, address_of, client_of, secret, sender_of, tenant_of
 from app.config import CACHE_SECRET
 from app.fleet.cache_reset import CacheReset
 from app.fleet.generation import Delta, GenerateRequest
+from app.launch import serving
 from engine.errors import ClientLimitError
 
 SECRET = "Bearer sk-very-secret"
@@ -86,6 +87,20 @@ def test_a_client_is_what_the_request_says_of_itself() -> None:
     assert len(of("k", "any text: \u00e4\u2013\0")) == 32
 
 
+@pytest.fixture
+def behind_haproxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in serving.HAPROXY_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_an_address_that_no_haproxy_has_set_is_a_made_up_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = [(b"x-quire-client", b"10.0.0.2")]
+    request = Request({"type": "http", "headers": headers, "client": ("10.0.0.1", 5), "state": {}})
+    monkeypatch.delenv(HAPROXY, raising=False)
+    assert (sender_of(request, None), address_of(request)) == ("10.0.0.1", "10.0.0.1")
+
+
+@pytest.mark.usefixtures("behind_haproxy")
 def test_the_sender_of_a_body_is_the_key_the_tenant_or_the_address() -> None:
     def of(headers: dict[str, str], header: str | None = None, key: str = "") -> str:
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -103,6 +118,7 @@ def test_the_sender_of_a_body_is_the_key_the_tenant_or_the_address() -> None:
     assert of({"x-tenant": "a"}, "x-tenant") == tenant_of(Headers({"x-tenant": "a"}), "x-tenant")
 
 
+@pytest.mark.usefixtures("behind_haproxy")
 def test_no_user_and_no_made_up_key_gives_another_budget(server: LocalServer, http: httpx.Client) -> None:
     def of(address: str, user: str = "", key: str = "") -> tuple[str, str]:
         headers = {"x-quire-client": address} | ({"authorization": f"Bearer {key}"} if key else {})
