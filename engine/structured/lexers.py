@@ -56,8 +56,8 @@ class LexerUser(Protocol):
     def advanced(self) -> int:
         """Tokens of the output that it has followed."""
 
-    def leave(self, reason: str) -> None:
-        """Give up the lexer, and all that depends on it; ``reason`` is for the error if it cannot restart."""
+    def leave(self) -> None:
+        """Give up what depends on the lexer, which has been dropped."""
 
 
 class Lexer:
@@ -72,6 +72,8 @@ class Lexer:
         """Increases with each use."""
         self.followed_s = 0.0
         """CPU time of following its matchers."""
+        self.why_dropped = ""
+        """For the errors of sequences that cannot restart."""
 
     def matcher(self) -> LLMatcher | None:
         """A matcher at the beginning of an output; ``None`` if the lexer has been dropped."""
@@ -98,9 +100,9 @@ class Lexer:
 
     def drop(self, reason: str) -> None:
         """Give its memory back; its sequences restart, or fail for ``reason``."""
-        self._start = None
+        self._start, self.why_dropped = None, reason
         for user in list(self.users):
-            user.leave(reason)
+            user.leave()
 
 
 class CompiledForm:
@@ -119,6 +121,11 @@ class CompiledForm:
         """Compiled ahead, for a form that takes too long to be compiled between two steps."""
         self.lexer = self._added(start)
         memory.add(self)
+
+    @property
+    def compiled_bytes(self) -> int:
+        """What a lexer of it without states may take."""
+        return int(self.compile_s * LEXER_BYTES_PER_S)
 
     @property
     def quick(self) -> bool:
@@ -170,26 +177,28 @@ class LexerMemory:
         return sum(lexer.most_bytes for _, lexer in self._live())
 
     def bound(self) -> list[CompiledForm]:
-        """Keep to the limit, on the engine's thread; returns the forms that need a spare lexer."""
+        """Keep to the limit, on the engine's thread; returns the forms whose spare lexer should be compiled."""
         if self.worked_s - self._looked_s < LOOK_EVERY_S:
             return []
         self._looked_s = self.worked_s
         live = self._live()
         sizes = {lexer: lexer.most_bytes for _, lexer in live}
         excess = sum(sizes.values()) - self.limit
-        if excess > 0:
-            reason = (
-                f"all structured outputs together need more than {format_bytes(self.limit)} of memory, and "
-                "this one cannot restart in time; simplify it, or send fewer at once"
-            )
-            for form, lexer in sorted(live, key=lambda pair: self._order(pair[0], pair[1], sizes[pair[1]])):
+        reason = (
+            f"all structured outputs together need more than {format_bytes(self.limit)} of memory, and "
+            "this one cannot restart in time; simplify it, or send fewer at once"
+        )
+        for followed in (False, True):  # spare lexers first: without them other sequences cannot restart
+            some = [pair for pair in live if bool(pair[1].users) is followed]
+            for form, lexer in sorted(some, key=lambda pair: self._order(pair[0], pair[1], sizes[pair[1]])):
                 if excess <= 0:
                     break
                 excess -= sizes[lexer]
                 if lexer is form.spare:
                     form.spare = None
                 lexer.drop(reason)
-        return [form for form, lexer in live if self._fills(form, lexer)]
+        room = self.limit - sum(size for lexer, size in sizes.items() if lexer.users and not lexer.dropped)
+        return [form for form, lexer in live if self._fills(form, lexer) and form.compiled_bytes <= room]
 
     def _live(self) -> list[tuple[CompiledForm, Lexer]]:
         with self.lock:

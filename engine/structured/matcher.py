@@ -43,7 +43,6 @@ class Matcher:
         self._lexer = grammar.form.lexer
         self._lexer.users.add(self)
         self._matcher = self._lexer.matcher()
-        self._left = ""  # why it has no lexer
         self._tokens: list[int] = []  # of the output
         self._restarted = -SOON  # tokens that the output had then
         self._alone = False  # its last restart was with a lexer of its own
@@ -61,10 +60,9 @@ class Matcher:
         """Tokens of the output that it has followed."""
         return len(self._tokens)
 
-    def leave(self, reason: str) -> None:
-        """Give up the lexer, and all that depends on it; ``reason`` is for the error if it cannot restart."""
-        self._matcher, self._left = None, reason
-        self.followed_s = 0.0
+    def leave(self) -> None:
+        """Give up what depends on the lexer, which has been dropped."""
+        self._matcher, self.followed_s = None, 0.0
 
     def advance(self, tokens: Sequence[int], unwanted: Iterable[int]) -> str | None:
         """Follow ``tokens``, the next ones of the output, and fill :attr:`mask`; return what went wrong.
@@ -79,7 +77,7 @@ class Matcher:
                 self._matcher.consume_tokens(self._tokens[-len(tokens) :])
         error = None
         if self._matcher is None:
-            error = self._left
+            error = self._lexer.why_dropped
             if self._restart(began, alone=False):
                 error = None
                 paid += RESTART_TOKENS

@@ -296,7 +296,7 @@ def test_a_sequence_whose_lexer_is_dropped_goes_on_or_fails_alone(
     tokenizer: LLTokenizer, bundled_model: Path
 ) -> None:
     """Dropped first is what frees most for the tokens to follow again, and what cannot restart at last."""
-    memory = LexerMemory(5 * MAX_STATE_BYTES // 2)
+    memory = LexerMemory(3 * MAX_STATE_BYTES)
     grammars = [build_grammar(tokenizer, TEXT, lowered(TEXT), None, memory) for _ in range(5)]
     slow = grammars[3].form
     slow.compile_s = RESTART_S + 0.001
@@ -323,6 +323,42 @@ def test_a_sequence_whose_lexer_is_dropped_goes_on_or_fails_alone(
     assert error.startswith("all structured outputs together need more than 0 B of memory, and this one")
     for matcher in (*matchers[:3], matchers[4]):
         assert matcher.advance(tokens[600:601], ()) is None
+
+
+def test_a_spare_lexer_gives_way_first_and_is_compiled_again_only_if_it_has_room(
+    tokenizer: LLTokenizer,
+) -> None:
+    memory = LexerMemory()
+    slow, quick = (build_grammar(tokenizer, TEXT, lowered(TEXT), None, memory) for _ in range(2))
+    slow.form.compile_s = RESTART_S + 0.001
+    matchers = [Matcher(grammar) for grammar in (slow, quick)]
+    for matcher in matchers:
+        assert matcher.advance([], ()) is None
+        matcher._lexer.followed_s = 1e9
+    slow.form.prepare()
+    memory.limit, memory.worked_s = memory.most_bytes - slow.form.compiled_bytes - 1, memory.worked_s + 1
+    memory.bound()
+    assert slow.form.spare is None
+    assert [matcher._lexer.dropped for matcher in matchers] == [False, True]  # the slow one cannot restart
+    memory.limit, memory.worked_s = memory.most_bytes + slow.form.compiled_bytes - 1, memory.worked_s + 1
+    assert memory.bound() == []
+    memory.limit, memory.worked_s = memory.limit + 1, memory.worked_s + 1
+    assert memory.bound() == [slow.form]
+
+
+def test_a_sequence_that_begins_once_its_form_is_dropped_restarts_or_is_told_why(
+    tokenizer: LLTokenizer,
+) -> None:
+    """Its request has waited, and no other sequence followed the form."""
+    memory = LexerMemory(0)
+    grammars = [build_grammar(tokenizer, TEXT, lowered(TEXT), None, memory) for _ in range(2)]
+    grammars[1].form.compile_s = RESTART_S + 0.001
+    memory.worked_s += 1
+    memory.bound()
+    assert all(grammar.form.lexer.dropped for grammar in grammars)
+    assert Matcher(grammars[0]).advance([], ()) is None
+    error = Matcher(grammars[1]).advance([], ()) or ""
+    assert error.startswith("all structured outputs together need more than 0 B of memory, and this one")
 
 
 def test_what_matchers_hold_counts(tokenizer: LLTokenizer) -> None:
