@@ -115,8 +115,8 @@ class TokenDelta:
     replicas count). A delta with a ``finish_reason`` is the sequence's last one and may carry no token;
     ``final`` says that it is the request's last one, too. Where sequences are ranked (beam search, ``best_of``
     above ``n``) each result comes as one delta at the end, the best one as sequence 0; deltas before that carry
-    nothing but ``stats``. If such a request is
-    aborted or fails, each sequence that was live ends under its own number, which may be ``n`` or higher.
+    nothing but ``stats``. If such a request is aborted or fails, each sequence that was live ends under its own
+    number, which may be ``n`` or higher.
     """
 
     request_id: str
