@@ -61,8 +61,8 @@ class PromptTokenizer:
     """One model's tokenizer, for any number of concurrent requests.
 
     Methods that take text also take ``max_tokens``, the maximum length of a sequence: text that certainly
-    exceeds it is refused before it is tokenized. Where only the last ``keep`` tokens count, and these are
-    fewer, text of any length is taken, and only its end is tokenized.
+    exceeds it is refused before it is tokenized. Where only the last ``keep`` tokens count, and these are no
+    more than that, text of any length is taken, and only its end is tokenized.
 
     Raises:
         ConfigError: tokenizers of this kind are not supported.
@@ -187,7 +187,7 @@ class PromptTokenizer:
         """
         if self._template is None:
             raise InvalidRequestError("this model has no chat template; use /v1/completions", "messages")
-        cut = keep is not None and keep < max_tokens
+        cut = keep is not None and keep <= max_tokens
         if len(messages) > max_tokens and not cut:  # a template writes at least one token for each
             raise InvalidRequestError(
                 f"{len(messages)} messages exceed the context length of {max_tokens} tokens",
@@ -241,7 +241,7 @@ class PromptTokenizer:
 
     def _counting_end(self, text: str, max_tokens: int, keep: int | None, param: str) -> str:
         """``text``, or, where only its last ``keep`` tokens count, an end that certainly has more."""
-        if keep is not None and keep < max_tokens:
+        if keep is not None and keep <= max_tokens:
             return text[-(keep + CUT_TOKENS) * self._longest_token :]
         self._check_length(len(text), max_tokens, param)
         return text
