@@ -258,7 +258,7 @@ def choices_of(rows: Sequence[SampleRow]) -> Choices | None:
     if not all(row.unedited for row in rows):
         return None
     return Choices(
-        torch.tensor([0.0 if row.params.greedy else row.params.temperature for row in rows]),
+        torch.tensor([row.params.temperature if row.random else 0.0 for row in rows]),
         torch.tensor([draw_key(row.seed, row.position) for row in rows]),
     )
 
@@ -345,7 +345,7 @@ class _DrawOptions:
         self._options = self._made()
 
     def of(self, rows: Sequence[SampleRow]) -> DrawOptions:
-        wanted = [(row.params, row.seed, row.extra_seeds, row.best > 0) for row in rows]
+        wanted = [(row.params, row.seed, row.extra_seeds, row.random) for row in rows]
         if wanted != self._rows:
             self._rows = wanted
             self._options = self._made()
@@ -353,7 +353,7 @@ class _DrawOptions:
 
     def _made(self) -> DrawOptions:
         params = [params for params, *_ in self._rows]
-        temperatures = [0.0 if p.greedy or best else p.temperature for p, _, _, best in self._rows]
+        temperatures = [p.temperature if random else 0.0 for p, _, _, random in self._rows]
         seeds = [(seed, *extra) for _, seed, extra, _ in self._rows]
         bits = np.array([seed_bits(seed) for own in seeds for seed in own], dtype=np.uint64)
         return DrawOptions(

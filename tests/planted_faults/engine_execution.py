@@ -269,8 +269,8 @@ EXECUTION: list[Fault] = [
     ),
     Fault(
         "engine/execution/sampler.py",
-        "0.0 if p.greedy or best else p.temperature",
-        "0.0 if p.greedy else p.temperature",
+        "return not (self.params.greedy or self.best)",
+        "return not self.params.greedy",
         _SAMPLER,
         "rows of a beam draw, for nothing",
     ),
