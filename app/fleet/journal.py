@@ -35,7 +35,7 @@ class AttemptNotes:
         self.predicted_tokens, self.compared = booking.cached, booking.compared
 
     def engine_stats(self, stats: RequestStats, ended: bool) -> None:
-        """What the engine says with the first token, and again when a sequence has ``ended``."""
+        """What the engine says with a delta: the last of a sequence, if that has ``ended``."""
         if stats.queue_s is not None:
             self.queue_s, self.prefill_s = stats.queue_s, stats.prefill_s
         self.generated = max(self.generated, stats.generated)

@@ -1,9 +1,9 @@
 // From logits to tokens: edits of a row, draws from it, and its log probabilities, one row a part.
 //
 // Edits and log probabilities are defined in kernels/interface.py. A draw is temperature, min-p, top-k, top-p, and the
-// race of exponentials; its definition is engine/execution/sampler.py, and the steps are the same: weights relative to the likeliest
-// token, one threshold from the three filters, sums over interleaved groups as an explicit tree, then the
-// counter-based races. A row costs about the same whatever it asks for, and no row costs another anything.
+// race of exponentials. engine/execution/sampler.py defines it, and the steps are the same: weights relative to the
+// likeliest token, one threshold from the three filters, sums over interleaved groups as an explicit tree, then the
+// counter-based races. A row that draws costs about the same whatever it asks for, and no row costs another anything.
 
 #include <algorithm>
 #include <cmath>
@@ -390,10 +390,10 @@ using namespace quire;
 
 extern "C" {
 
-// Chooses num_draws[r] tokens for each of `rows` rows of logits [rows, vocab], which start `stride` apart: draws them at
-// `positions`, or with temperature 0 takes the likeliest one. `seeds` are those of all draws, row after row; `tokens`
-// takes their tokens, and `largest` each row's largest logit, NaN if one is. If that is not finite, the tokens mean
-// nothing. Returns 1 if there is no memory.
+// Chooses num_draws[r] tokens for each of `rows` rows of logits [rows, vocab], which start `stride` apart: draws them
+// at `positions`, or with temperature 0 takes the likeliest one. `seeds` are those of all draws, row after row;
+// `tokens` takes their tokens, and `largest` each row's largest logit, NaN if one is. If that is not finite, the
+// tokens mean nothing. Returns 1 if there is no memory.
 int quire_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const float* temperature,
                const float* min_p, const int64_t* top_k, const double* top_p, const int64_t* num_draws,
                const int64_t* seeds, const int64_t* positions, int64_t* tokens, float* largest, int num_threads) {
