@@ -33,7 +33,7 @@ from engine.kv.host_pool import HostPool
 from engine.kv.kv_events import KvEvents, root_key_of
 from engine.kv.pool_size import free_ram
 from engine.kv.prefix_index import PrefixIndex
-from engine.request import ModelLimits, Request, TokenDelta
+from engine.request import COMPUTATION, ModelLimits, Request, TokenDelta
 from engine.scheduling.candidates import Outcome
 from engine.scheduling.load_report import LoadReporter
 from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy
@@ -260,7 +260,7 @@ class Engine:
                 parts += [[half] for half in _halves(part[0])]
             else:
                 what = "ran out of memory" if no_memory else "failed"
-                failed[part[0].sequence.key] = f"the request's computation {what}: {reason}"
+                failed[part[0].sequence.key] = f"{COMPUTATION} {what}: {reason}"
         if len(failed) == len(chunks):
             self.runner.probe()
         messages = {request_id: message for (request_id, _), message in failed.items()}

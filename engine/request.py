@@ -92,6 +92,10 @@ class Request:
     grammar: Grammar | None = field(default=None, compare=False)  # of ``params.structured_output``, compiled
 
 
+COMPUTATION = "the request's computation"
+"""How the error of a request begins whose computation raised; the error's own text follows behind a colon."""
+
+
 class RequestStats(NamedTuple):
     """What an engine reports about a request with its first token, and about each sequence at its end.
 

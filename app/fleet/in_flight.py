@@ -18,7 +18,7 @@ from app.routing.requirement import Requirement
 from app.routing.routing_meta import RoutingMeta
 from engine.errors import InvalidRequestError, QuireError
 from engine.models.identity import ModelIdentity
-from engine.request import FinishReason
+from engine.request import COMPUTATION, FinishReason
 from engine.structured_output import FORM_FAILED
 
 EXPECTED_TOKENS = 256
@@ -221,7 +221,7 @@ class InFlightRequest:
     def accept(self, record: wire.Record, model: ModelIdentity | None = None) -> None:
         """Apply a record that :meth:`continues` the request; ``model`` has made it."""
         if record.end is _ERROR:
-            self.fail(_error_of(record.message))
+            self.fail(_error_of(record.message, self.request.request_id))
             return
         if record.end is _ABORT:
             # Nobody here asked for it.
@@ -282,8 +282,11 @@ class InFlightRequest:
         self.fail(GenerationError("an internal error ended this request; the server's log has details"))
 
 
-def _error_of(message: str) -> QuireError:
+def _error_of(message: str, request_id: str) -> QuireError:
     """The client's error for an engine's ``message`` about a failed request."""
+    if message.startswith(COMPUTATION):  # the text of any error: it may name paths of the server
+        logger.error("request %s has failed: %s", request_id, message)
+        return GenerationError(f"{message.partition(':')[0]}; the server's log says why")
     if message.startswith(FORM_FAILED):  # sent again, it would fail again
         return InvalidRequestError(message, "structured_output", "invalid_grammar")
     return GenerationError(message or "the engine failed to compute the request")

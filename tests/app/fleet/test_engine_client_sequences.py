@@ -22,7 +22,7 @@ from app.routing.ledger import Ledger, Route
 from app.routing.routing_meta import RoutingMeta
 from engine.errors import InvalidRequestError
 from engine.kv.block_groups import GroupBy
-from engine.request import FinishReason, RequestStats, TokenDelta
+from engine.request import COMPUTATION, FinishReason, RequestStats, TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.structured_output import FORM_FAILED
 
@@ -288,6 +288,30 @@ def test_an_error_in_one_sequence_ends_the_request_with_it() -> None:
         await client.stop()
 
     run(test)
+
+
+def test_why_a_computation_failed_is_for_the_log_and_not_for_the_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The texts of errors may name paths of the server."""
+
+    async def test() -> None:
+        handle, client = await started(1)
+        job = asyncio.ensure_future(collect_all(client, request([5], 1, 500)))
+        only = await until_busy(handle)
+        (name,) = only.engine.live
+        only.engine.live.clear()
+        message = f"{COMPUTATION} failed: no file /srv/models/private"
+        only.hub.deliver([TokenDelta(name, 0, (), FinishReason.ERROR, error=message, final=True)])
+        with pytest.raises(GenerationError) as failed:
+            await job
+        assert str(failed.value) == "the request's computation failed; the server's log says why"
+        await until(lambda: quiet(handle, client))
+        await client.stop()
+
+    run(test)
+    told = [record.getMessage() for record in caplog.records if record.levelno >= 40]
+    assert ["private" in line for line in told] == [True]
 
 
 def test_a_form_that_became_too_complex_is_the_fault_of_its_request() -> None:
