@@ -100,7 +100,7 @@ class AttemptRunner:
         self.budget = ResubmissionBudget(num_live, asyncio.get_running_loop().time)
 
     async def run(self, request: InFlightRequest) -> None:
-        """Make attempts until the request has ended."""
+        """Make attempts until the request needs no more."""
         for count in range(1, MAX_ATTEMPTS + 1):
             if request.satisfied:
                 return

@@ -80,7 +80,7 @@ class InFlightRequest:
 
     @property
     def satisfied(self) -> bool:
-        """Whether it needs no more attempts: it has ended, or its reader will with what has arrived."""
+        """Whether it needs no more attempts: it has ended, or all sequences have, and its reader ends it."""
         return self.ended or all(self.finished)
 
     @property
