@@ -13,7 +13,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
 from app import config
-from app.config import AppConfig, ServedModel
+from app.config import AppConfig, ServedModel, haproxy_enabled
 from app.deployment_version import version_of, with_version
 from app.launch import placement, serving
 from app.launch.model_check import check_models
@@ -84,12 +84,12 @@ def _checked(
 
 def warn_of_serve() -> None:
     """Warn of what this process's Serve was started without; it reads such settings only when it starts."""
-    if serving.haproxy_expected() and not serving.haproxy_enabled():
+    if serving.haproxy_expected() and not haproxy_enabled():
         logger.warning(
             "Serve was started without HAProxy, so responses pass through its slower built-in proxy; run "
             "`serve shutdown`, then `serve deploy serve_config.yaml`"
         )
-    elif serving.haproxy_enabled() and not serving.haproxy_mended():
+    elif haproxy_enabled() and not serving.haproxy_mended():
         logger.warning(
             "Serve's HAProxy keeps running requests whose clients have left, and lets idle connections lock "
             "others out; before `ray start`, set RAY_SERVE_HAPROXY_BINARY_PATH to what `which quire-haproxy` "

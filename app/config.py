@@ -38,6 +38,9 @@ ENV_PREFIX = "QUIRE_"
 CACHE_SECRET = "QUIRE_CACHE_SECRET"
 """Variable with a secret of up to 64 bytes, the same for all ingresses; tenants' digests are keyed with it."""
 
+HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+"""Variable of the Serve controller and its replicas: "1" if HAProxy stands before the ingresses."""
+
 RAY_COLLECTS = "QUIRE_RAY_COLLECTS"
 """Variable that is "0" in a server whose Ray has no agents that collect metrics: then nothing is passed to Ray.
 An ingress with 32 streams would spend 6% of its processor time on it."""
@@ -339,6 +342,11 @@ def served_models(config: AppConfig) -> tuple[ServedModel, ...]:
         )
         for name, own in options.items()
     )
+
+
+def haproxy_enabled() -> bool:
+    """Whether HAProxy stands before the ingresses of this process's Serve."""
+    return os.environ.get(HAPROXY) == "1"
 
 
 def deployment_of(model: str) -> str:

@@ -15,13 +15,10 @@ from functools import cache
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from app.config import CACHE_SECRET
+from app.config import CACHE_SECRET, haproxy_enabled
 
 CLIENT_ADDRESS = "x-quire-client"
 """Request header that ``app/launch/haproxy.py`` sets: without it an ingress sees the proxy's own address."""
-
-HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
-"""Environment variable of the Serve controller and its replicas: ``1`` with HAProxy."""
 
 DIGEST_BYTES = 16
 
@@ -66,11 +63,9 @@ def sender_of(request: Request, header: str | None) -> str:
 
 
 def address_of(request: Request) -> str:
-    """The address that connects: a gateway in front of this server, or the client."""
+    """The address that connects: a gateway in front of this server, or the client.
+
+    Only HAProxy sets :data:`CLIENT_ADDRESS`; through Serve's own proxy it comes from the client.
+    """
     peer = request.client.host if request.client is not None else ""
-    return request.headers.get(CLIENT_ADDRESS, peer) if _behind_haproxy() else peer
-
-
-def _behind_haproxy() -> bool:
-    """Whether HAProxy sets :data:`CLIENT_ADDRESS`; through Serve's own proxy it comes from the client."""
-    return os.environ.get(HAPROXY) == "1"
+    return request.headers.get(CLIENT_ADDRESS, peer) if haproxy_enabled() else peer

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from app.config import HAPROXY
 from app.launch import haproxy
 from app.option_groups import LaunchOptions
 
@@ -47,7 +48,7 @@ INLINED = {
 }
 
 HAPROXY_ENVIRONMENT = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    HAPROXY: "1",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(SILENT_CLIENT_S),
     # An ingress that leaves fails HAProxy's checks at once, though it answers for a while. By default a second
@@ -84,11 +85,6 @@ def controller_environment() -> dict[str, str]:
 def haproxy_expected() -> bool:
     """Whether Ray can run HAProxy on this platform."""
     return sys.platform == "linux"
-
-
-def haproxy_enabled(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process's Serve was started with HAProxy."""
-    return (os.environ if environment is None else environment).get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
 
 
 def haproxy_mended(environment: Mapping[str, str] | None = None) -> bool:

@@ -253,14 +253,14 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/tenant.py",
-        "    return request.headers.get(CLIENT_ADDRESS, peer) if _behind_haproxy() else peer",
+        "    return request.headers.get(CLIENT_ADDRESS, peer) if haproxy_enabled() else peer",
         "    return peer",
         _TENANT,
         "all clients behind the proxy share one share of large bodies",
     ),
     Fault(
         "app/api/tenant.py",
-        "    return request.headers.get(CLIENT_ADDRESS, peer) if _behind_haproxy() else peer",
+        "    return request.headers.get(CLIENT_ADDRESS, peer) if haproxy_enabled() else peer",
         "    return request.headers.get(CLIENT_ADDRESS, peer)",
         _TENANT,
         "without HAProxy a client chooses the address that its limits count for",

@@ -125,6 +125,20 @@ STRUCTURED: list[Fault] = [
         "a sequence that cannot restart fails while others could",
     ),
     Fault(
+        "engine/structured/lexers.py",
+        " and form.compiled_bytes <= room]",
+        "]",
+        _GRAMMARS,
+        "a spare lexer that has no room is compiled and dropped again and again",
+    ),
+    Fault(
+        "engine/structured/matcher.py",
+        "            error = self._lexer.why_dropped\n",
+        '            error = ""\n',
+        _GRAMMARS,
+        "a sequence that fails because its lexer was dropped is not told why",
+    ),
+    Fault(
         "engine/structured/budget.py",
         "        return self._left_s >= 0 or took_s <= allowed_s\n",
         "        return self._left_s >= 0\n",

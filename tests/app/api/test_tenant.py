@@ -14,8 +14,8 @@ from starlette.requests import Request
 
 from app.api.key_limits import KeyLimits
 from app.api.keys import ApiKey
-from app.api.tenant import HAPROXY, address_of, client_of, secret, sender_of, tenant_of
-from app.config import CACHE_SECRET
+from app.api.tenant import address_of, client_of, secret, sender_of, tenant_of
+from app.config import CACHE_SECRET, HAPROXY
 from app.fleet.cache_reset import CacheReset
 from app.fleet.generation import Delta, GenerateRequest
 from app.launch import serving
