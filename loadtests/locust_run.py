@@ -23,17 +23,15 @@ from typing import Any
 
 import httpx
 
+from app.config import CLIENT_KEY
 from loadtests.replay import Replayed, Window, replay
 from loadtests.report import ROOT, Figure, finish, most, parse, where
 from loadtests.stats import quantile
 from loadtests.traces import Record, TraceError, read_records
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 TEMPLATE = Path(__file__).with_name("loadtest.html")
-MAX_RECORDS = 2_000_000
-"""Of a trace; more would not fit the memory of a small machine."""
-TITLE = "load test"
+MAX_RECORDS = 2_000_000  # of a trace; more would not fit the memory of a small machine
 NAMES = (
     ("quire_request_prompt_tokens_count", "requests"),
     ("quire_request_prompt_tokens_sum", "prompt tokens"),
@@ -53,7 +51,7 @@ def answers(url: str) -> bool:
 @contextmanager
 def target(url: str, options: list[str]) -> Iterator[str]:
     """The address to load: ``url`` if it answers, else an application started for this."""
-    wanted = (url or os.environ.get("QUIRE_URL") or DEFAULT_URL).rstrip("/")
+    wanted = (url or os.environ.get("QUIRE_URL") or "http://127.0.0.1:8000").rstrip("/")
     if answers(wanted):
         print(f"loading {wanted}, which runs already")
         yield wanted
@@ -103,16 +101,16 @@ def run_locust(url: str, arguments: argparse.Namespace, reports: Path) -> tuple[
 
 def scrape(url: str) -> dict[str, float]:
     """What the server's /metrics says now: NAMES, all labels added, replicas, and ``at``, since the epoch."""
-    key = os.environ.get("QUIRE_API_KEY")
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    text = httpx.get(f"{url}/metrics", headers=headers, timeout=30).raise_for_status().text
+    headers = {"authorization": f"Bearer {key}"} if (key := os.environ.get(CLIENT_KEY)) else {}
+    response = httpx.get(f"{url}/metrics", headers=headers, timeout=30)
+    if response.status_code in (401, 403):
+        sys.exit(f"{url} refuses {'this' if key else 'requests without an'} API key; set {CLIENT_KEY}")
+    text = response.raise_for_status().text
     rows = [row.rsplit(" ", 1) for row in text.splitlines() if not row.startswith("#")]
     found = {name: sum(float(v) for n, v in rows if n == name or n.startswith(pre)) for pre, name in NAMES}
     # Each ingress counts its own channels.
-    replicas = max(
-        (float(v) for n, v in rows if n.startswith("quire_replicas{") and 'state="open"' in n), default=0.0
-    )
-    return {"at": time.time(), "replicas": replicas, **found}
+    opened = [float(v) for n, v in rows if n.startswith("quire_replicas{") and 'state="open"' in n]
+    return {"at": time.time(), "replicas": max(opened, default=0.0), **found}
 
 
 def trace_of(arguments: argparse.Namespace) -> list[Record]:
@@ -132,7 +130,7 @@ def run_trace(url: str, arguments: argparse.Namespace) -> Replayed:
     """Replay the window of the trace; the first three faults are printed."""
     window = Window(arguments.start, arguments.seconds, arguments.rate, arguments.shrink)
     due = window.of(arguments.records)
-    key = os.environ.get("QUIRE_API_KEY", "")
+    key = os.environ.get(CLIENT_KEY, "")
     run = asyncio.run(replay(url, key, due, window, lambda: scrape(url), arguments.seed))
     for fault in list(dict.fromkeys(one.fault for one in run.outcomes if one.fault))[:3]:
         print(f"failed: {fault[:300]}")
@@ -155,7 +153,7 @@ def figures_of(records: list[dict[str, Any]], samples: list[dict[str, float]], *
         ),
         Figure("TPOT, median", quantile([1e3 * one["tpot"] for one in records], 0.5), " ms"),
         Figure("cached share of prompts", 100 * total["cached"] / max(total["prompt"], 1), "%"),
-        *(most(f"{n}: the server off by", 100 * abs(said[n] / max(v, 1e-9) - 1), 2, "%") for n, v in pairs),
+        *(most(f"{n}: server differs by", 100 * abs(said[n] / max(v, 1e-9) - 1), 2, "%") for n, v in pairs),
     ]
 
 
@@ -198,7 +196,9 @@ def main() -> None:
     page = arguments.reports / "loadtest.html"
     page.write_text(TEMPLATE.read_text().replace("/*DATA*/null", json.dumps(data).replace("<", "\\u003c")))
     print(f"report: {page}")
-    finish("loadtests.locust_run", figures, arguments, TITLE)
+    if not all(one.holds for one in figures):
+        print("Other traffic, or other work on this machine, can be why a line says missed: docs/deployment.md")
+    finish("loadtests.locust_run", figures, arguments, "load test")
     sys.exit(status)
 
 

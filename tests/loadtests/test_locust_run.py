@@ -71,8 +71,18 @@ def test_a_server_that_has_counted_nothing_yet_reads_as_zeros(monkeypatch: pytes
 
 
 def test_metrics_that_are_refused_are_no_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    served(monkeypatch, "", 401)
+    served(monkeypatch, "", 500)
     with pytest.raises(httpx.HTTPStatusError):
+        locust_run.scrape(URL)
+
+
+@pytest.mark.parametrize(("key", "status", "refused"), [("", 401, "without an"), ("wrong", 403, "this")])
+def test_a_server_that_wants_another_key_says_how_to_give_it(
+    key: str, status: int, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", key)
+    served(monkeypatch, "", status)
+    with pytest.raises(SystemExit, match=f"{refused} API key; set QUIRE_API_KEY"):
         locust_run.scrape(URL)
 
 
@@ -107,11 +117,11 @@ def test_figures_are_those_of_the_clients_and_what_the_server_counted_since_the_
         "TTFT, 95%": (300.0, True),
         "TPOT, median": (20.0, True),
         "cached share of prompts": (25.0, True),
-        "requests: the server off by": (0.0, True),
-        "prompt tokens: the server off by": (1.0, True),
-        "output tokens: the server off by": (5.0, False),
-        "seconds of requests: the server off by": (0.5, True),
-        "seconds a token: the server off by": (5.0, False),
+        "requests: server differs by": (0.0, True),
+        "prompt tokens: server differs by": (1.0, True),
+        "output tokens: server differs by": (5.0, False),
+        "seconds of requests: server differs by": (0.5, True),
+        "seconds a token: server differs by": (5.0, False),
     }
 
 
@@ -119,4 +129,4 @@ def test_failures_and_a_run_without_answers_miss_their_bars() -> None:
     figures = by_name(locust_run.figures_of([], [sample(1.0, 0, 0, 0), sample(2.0, 0, 0, 0)], most("exit", 1)))
     assert figures["requests"] == (0, False)
     assert figures["exit"] == (1, False)
-    assert figures["requests: the server off by"] == (100.0, False)
+    assert figures["requests: server differs by"] == (100.0, False)
