@@ -195,5 +195,5 @@ def test_a_replay_writes_the_report_and_fails_where_a_request_did(
     figures = {one["name"]: (one["value"], one["holds"]) for one in json.loads(out.read_text())["figures"]}
     assert figures["requests that failed"] == (1, False)
     assert figures["sent after it was due, 99%"] == (2.0, True)
-    assert figures["prompt tokens: the server off by"] == (0.0, True)
+    assert figures["prompt tokens: server differs by"] == (0.0, True)
     assert '"user": "trace"' in (tmp_path / "loadtest.html").read_text()
