@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from bad_requests import BAD
+from bad_requests import BAD, GOOD
 from delayed_steps import delayed_steps
 from tiny_engines import add, made, make_request, run_to_end, tiny_engine_config
 
@@ -432,7 +432,7 @@ def test_nothing_that_is_submitted_or_aborted_kills_the_thread(outputs: Outputs)
     for name, values in BAD.items():
         for value in values:
             with pytest.raises(InvalidRequestError):
-                outputs.thread.submit(replace(good, **{name: value}))
+                outputs.thread.submit(replace(GOOD, **{"request_id": "bad", name: value}))
     for value in (None, 5, [], {}, good, b"a", "unknown"):
         outputs.thread.abort(value)  # type: ignore[arg-type]
         if not isinstance(value, str):
