@@ -322,8 +322,6 @@ def _exhausted(best: Sequence[float], rows: Sequence[SampleRow]) -> list[int]:
     Raises:
         QuireError: another row has no finite maximum.
     """
-    if all(map(math.isfinite, best)):
-        return []
     found = [index for index, value in enumerate(best) if not math.isfinite(value)]
     if any(not rows[index].changes_logits or best[index] != -math.inf for index in found):
         raise no_finite_maximum()

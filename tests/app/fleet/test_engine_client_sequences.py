@@ -52,6 +52,18 @@ async def until_busy(handle: LoopbackHandle) -> LoopbackReplica:
     return busy(handle)
 
 
+async def failing(
+    handle: LoopbackHandle, client: EngineClient, message: str
+) -> asyncio.Future[list[list[int]]]:
+    """A request whose engine has said ``message`` of it: that it has failed."""
+    job = asyncio.ensure_future(collect_all(client, request([5], 1, 500)))
+    only = await until_busy(handle)
+    (name,) = only.engine.live
+    only.engine.live.clear()
+    only.hub.deliver([TokenDelta(name, 0, (), FinishReason.ERROR, error=message, final=True)])
+    return job
+
+
 def test_sequences_arrive_each_whole_and_leave_nothing() -> None:
     async def test() -> None:
         handle, client = await started(2)
@@ -297,12 +309,7 @@ def test_why_a_computation_failed_is_for_the_log_and_not_for_the_client(
 
     async def test() -> None:
         handle, client = await started(1)
-        job = asyncio.ensure_future(collect_all(client, request([5], 1, 500)))
-        only = await until_busy(handle)
-        (name,) = only.engine.live
-        only.engine.live.clear()
-        message = f"{COMPUTATION} failed: no file /srv/models/private"
-        only.hub.deliver([TokenDelta(name, 0, (), FinishReason.ERROR, error=message, final=True)])
+        job = await failing(handle, client, f"{COMPUTATION} failed: no file /srv/models/private")
         with pytest.raises(GenerationError) as failed:
             await job
         assert str(failed.value) == "the request's computation failed; the server's log says why"
@@ -317,12 +324,7 @@ def test_why_a_computation_failed_is_for_the_log_and_not_for_the_client(
 def test_a_form_that_became_too_complex_is_the_fault_of_its_request() -> None:
     async def test() -> None:
         handle, client = await started(1)
-        job = asyncio.ensure_future(collect_all(client, request([5], 1, 500)))
-        only = await until_busy(handle)
-        (name,) = only.engine.live
-        only.engine.live.clear()
-        message = f"{FORM_FAILED}: too many states"
-        only.hub.deliver([TokenDelta(name, 0, (), FinishReason.ERROR, error=message, final=True)])
+        job = await failing(handle, client, f"{FORM_FAILED}: too many states")
         with pytest.raises(InvalidRequestError, match="too many states") as caught:
             await job
         assert caught.value.code == "invalid_grammar"
