@@ -76,8 +76,6 @@ class PackedLinear(ABC):
 
     in_features: int
     out_features: int
-    exact = True
-    """Whether nothing is lost. In few bits, nothing is if the weight had been decoded from such codes."""
     screened_rows = 0
     """Up to so many rows, :meth:`Kernels.deciding_logits` is faster than :meth:`Kernels.logits`. A row that
     draws its token counts twice."""

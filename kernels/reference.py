@@ -40,13 +40,14 @@ class ReferenceLinear(PackedLinear):
 class ReferenceCodes(PackedLinear):
     """The weight that codes stand for, in float32."""
 
-    __slots__ = ("bias", "exact", "in_features", "out_features", "weight")
+    __slots__ = ("bias", "in_features", "out_features", "weight")
 
-    def __init__(self, weight: Tensor, bits: int, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bits: int, bias: Tensor | None, *, exact: bool = False) -> None:
         matrix = encode(weight, bits)
+        if exact and not is_exact(matrix, weight):
+            raise ValueError(NOT_EXACT)
         self.out_features, self.in_features = weight.shape
         self.weight = matrix.decode()
-        self.exact = is_exact(matrix, weight)
         self.bias = None if bias is None else bias.float()
 
 
@@ -65,10 +66,7 @@ class ReferenceKernels(Kernels):
     def pack_codes(
         self, weight: Tensor, bits: int, bias: Tensor | None, *, exact: bool = False
     ) -> ReferenceCodes:
-        packed = ReferenceCodes(weight, bits, bias)
-        if exact and not packed.exact:
-            raise ValueError(NOT_EXACT)
-        return packed
+        return ReferenceCodes(weight, bits, bias, exact=exact)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """See the interface. Fewer than 4 rows are padded: torch has other paths for those, with other bits."""

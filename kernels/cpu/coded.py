@@ -27,7 +27,7 @@ class _Descriptor(ctypes.Structure):
 class CodedLinear(PackedLinear):
     """Codes in panels, with their scales and minima, and the bias in float32."""
 
-    __slots__ = ("_bias", "_buffer", "_descriptor", "address", "exact", "in_features", "out_features")
+    __slots__ = ("_bias", "_buffer", "_descriptor", "address", "in_features", "out_features")
 
     def __init__(
         self,
@@ -57,7 +57,6 @@ class CodedLinear(PackedLinear):
             "quire_codes_pack",
             *(self.address, DTYPE_CODES[weight.dtype], weight.data_ptr(), weight.stride(0), num_threads),
         )
-        self.exact = outcome == 0
-        if outcome in (1, 2) or (exact and not self.exact):
+        if outcome in (1, 2) or (exact and outcome):
             give_back(calls, size, self._descriptor.panels)
             raise ValueError({1: NOT_FINITE, 2: TOO_LARGE}.get(outcome, NOT_EXACT))
