@@ -192,7 +192,7 @@ def _tool_calls(calls: object, name: str) -> tuple[ToolCall, ...]:
 
 
 def _tool_call(call: object, name: str) -> ToolCall:
-    if not isinstance(call, dict) or call.get("type", "function") != "function":
+    if not isinstance(call, dict) or call.get("type") not in (None, "function"):
         raise wrong(name, call, "a call of type 'function'")
     check_names(call, name, ("id", "type", "function"))
     function: Any = call.get("function")

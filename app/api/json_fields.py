@@ -239,8 +239,11 @@ def one_of(value: object, name: str, kinds: Mapping[str, tuple[str, ...]]) -> di
     """
     kind = value.get("type") if isinstance(value, dict) else value
     if not isinstance(value, dict) or not isinstance(kind, str) or kind not in kinds:
+        must_be = " or ".join(map(repr, kinds))
+        if isinstance(value, dict) and kind is None:
+            raise wrong(f"{name}.type", kind, must_be, name)
         raise InvalidRequestError(
-            f"{name} is {show(kind)} but its type must be {' or '.join(repr(kind) for kind in kinds)}",
+            f"{said(name, kind)} but its type must be {must_be}",
             name,
             "unsupported_parameter" if isinstance(kind, str) else "invalid_value",
         )
@@ -250,4 +253,11 @@ def one_of(value: object, name: str, kinds: Mapping[str, tuple[str, ...]]) -> di
 
 def wrong(name: str, value: object, must_be: str, param: str | None = None) -> InvalidRequestError:
     """The error for a field of the wrong type or range."""
-    return InvalidRequestError(f"{name} is {show(value)} but must be {must_be}", param or name)
+    return InvalidRequestError(f"{said(name, value)} but must be {must_be}", param or name)
+
+
+def said(name: str, value: object) -> str:
+    """What a request says of a field: nothing, as ``null`` counts as absent, or its value."""
+    if value is None and not name.endswith("]"):  # an entry of a list is there
+        return f"{name} is missing or null"
+    return f"{name} is {show(value)}"

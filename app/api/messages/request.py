@@ -7,8 +7,9 @@ import json
 from typing import Any
 
 from app.api.chat_messages import joined_text, listed
-from app.api.json_fields import check_names, integer, known_fields, one_of, text, wrong
+from app.api.json_fields import boolean, check_names, integer, known_fields, one_of, text, wrong
 from app.api.openai_types import ChatRequest
+from app.api.tools.tool_use import tool_name
 from app.api.translation import chat_request
 
 SAME = ("model", "temperature", "top_p", "top_k", "stream", "seed", "min_p", "cache_salt", "priority")
@@ -192,7 +193,8 @@ def _tools(tools: object) -> list[dict[str, Any]]:
         schema = tool.get("input_schema")
         if not isinstance(schema, dict):
             raise wrong(f"tools[{i}].input_schema", schema, "a JSON schema, which is an object", "tools")
-        function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": schema}
+        name = tool_name(tool.get("name"), f"tools[{i}].name")
+        function = {"name": name, "description": tool.get("description"), "parameters": schema}
         found.append({"type": "function", "function": function})
     return found
 
@@ -200,13 +202,11 @@ def _tools(tools: object) -> list[dict[str, Any]]:
 def _add_choice(chat: dict[str, Any], choice: object) -> None:
     found = one_of(choice, "tool_choice", _CHOICES)
     if found["type"] == "tool":
-        chat["tool_choice"] = {"type": "function", "function": {"name": found.get("name")}}
+        name = text(found.get("name"), "tool_choice.name", "tool_choice")
+        chat["tool_choice"] = {"type": "function", "function": {"name": name}}
     else:
         chat["tool_choice"] = _CHOSEN[found["type"]]
-    alone = found.get("disable_parallel_tool_use", False)
-    if not isinstance(alone, bool):
-        raise wrong("tool_choice.disable_parallel_tool_use", alone, "true or false")
-    chat["parallel_tool_calls"] = not alone
+    chat["parallel_tool_calls"] = not boolean(found, "disable_parallel_tool_use", "tool_choice.")
 
 
 def _format(config: object) -> dict[str, Any] | None:

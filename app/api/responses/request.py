@@ -24,6 +24,7 @@ from app.api.json_fields import (
     wrong,
 )
 from app.api.openai_types import ChatRequest, GenerationOptions
+from app.api.tools.tool_use import tool_name
 from app.api.translation import chat_request
 from engine.errors import InvalidRequestError
 
@@ -254,7 +255,7 @@ def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _add_item(messages: list[dict[str, Any]], item: object, name: str) -> None:
     """Items of one turn of the assistant become one message."""
-    if isinstance(item, dict) and "type" not in item:
+    if isinstance(item, dict) and item.get("type") is None:
         item = {**item, "type": "message"}
     found = one_of(item, name, _ITEMS)
     kind = found["type"]
@@ -301,20 +302,25 @@ def _tools(tools: object) -> list[dict[str, Any]]:
     for i, tool in enumerate(tools):
         given = one_of(tool, f"tools[{i}]", _TOOL)
         only_known(given, f"tools[{i}]", ("type", *_TOOL["function"], *_TOOL_HINTS))
+        tool_name(given.get("name"), f"tools[{i}].name")
         function = {name: given[name] for name in _TOOL["function"] if name in given}
         found.append({"type": "function", "function": function})
     return found
 
 
-def _tool_choice(choice: object) -> object:
+def _tool_choice(choice: object, name: str = "tool_choice") -> object:
     if not isinstance(choice, dict):
         return choice
-    if one_of(choice, "tool_choice", _CHOICES)["type"] == "allowed_tools":
-        tools = choice.get("tools")
-        if isinstance(tools, list):
-            tools = [_tool_choice(entry) for entry in tools]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    if one_of(choice, name, _CHOICES)["type"] == "allowed_tools":
+        mode, tools = text(choice.get("mode"), f"{name}.mode", "tool_choice"), choice.get("tools")
+        if not isinstance(tools, list):
+            raise wrong(f"{name}.tools", tools, "a list of tools", "tool_choice")
+        tools = [_tool_choice(entry, f"{name}.tools[{i}]") for i, entry in enumerate(tools)]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+    return {
+        "type": "function",
+        "function": {"name": text(choice.get("name"), f"{name}.name", "tool_choice")},
+    }
 
 
 def _text_format(value: object) -> dict[str, Any]:

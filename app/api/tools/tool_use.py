@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from app.api.errors import show
-from app.api.json_fields import boolean, check_names, only_known, text, texts_in, with_texts, wrong
+from app.api.json_fields import boolean, check_names, only_known, said, text, texts_in, with_texts, wrong
 from engine.errors import InvalidRequestError
 
 MAX_TOOLS = 128
@@ -112,7 +112,7 @@ def _tool(entry: object, name: str) -> Tool:
         raise wrong(name, entry, "an object with type and function", "tools")
     if entry.get("type") != "function":
         raise InvalidRequestError(
-            f"{name}.type is {show(entry.get('type'))} but only 'function' is supported",
+            f"{said(f'{name}.type', entry.get('type'))} but only 'function' is supported",
             "tools",
             "unsupported_parameter",
         )
@@ -161,20 +161,21 @@ def check_schema(schema: object, name: str) -> None:
 def _allowed(value: object, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], str]:
     """The tools that ``allowed_tools`` names, the only ones that the model is told of, and the choice."""
     name = "tool_choice.allowed_tools"
-    if not isinstance(value, dict) or value.get("mode") not in ("auto", "required"):
-        must_be = "an object with tools and the mode 'auto' or 'required'"
-        raise wrong(name, value.get("mode") if isinstance(value, dict) else value, must_be, "tool_choice")
+    if not isinstance(value, dict):
+        raise wrong(name, value, "an object with tools and mode", "tool_choice")
+    if value.get("mode") not in ("auto", "required"):
+        raise wrong(f"{name}.mode", value.get("mode"), "'auto' or 'required'", "tool_choice")
     check_names(value, name, ("mode", "tools"))
     listed = value.get("tools")
     if not isinstance(listed, list) or not 0 < len(listed) <= MAX_TOOLS:
         raise wrong(f"{name}.tools", listed, f"a list of 1 to {MAX_TOOLS} tools", "tool_choice")
     if not all(isinstance(entry, dict) for entry in listed):
         raise wrong(f"{name}.tools", listed, "a list of objects that name tools", "tool_choice")
-    named = {_choice(entry, tools)[1] for entry in listed}
+    named = {_choice(entry, tools, f"{name}.tools[{i}]")[1] for i, entry in enumerate(listed)}
     return tuple(tool for tool in tools if tool.name in named), value["mode"]
 
 
-def _choice(value: object, tools: tuple[Tool, ...]) -> tuple[ToolChoice, str]:
+def _choice(value: object, tools: tuple[Tool, ...], name: str = "tool_choice") -> tuple[ToolChoice, str]:
     if value == "none" or (value == "auto" and not tools):
         return "none", ""
     if value == "auto":
@@ -185,16 +186,18 @@ def _choice(value: object, tools: tuple[Tool, ...]) -> tuple[ToolChoice, str]:
         return "required", ""
     if not isinstance(value, dict):
         raise wrong("tool_choice", value, "'none', 'auto', 'required' or an object that names a tool")
-    check_names(value, "tool_choice", ("type", "function"))
-    function = value.get("function")
-    if value.get("type") != "function" or not isinstance(function, dict):
+    check_names(value, name, ("type", "function"))
+    if value.get("type") != "function":
         raise InvalidRequestError(
-            f"tool_choice has the type {show(value.get('type'))} but only 'function' with a name is supported",
+            f"{said(f'{name}.type', value.get('type'))} but only 'function' is supported",
             "tool_choice",
             "unsupported_parameter",
         )
-    check_names(function, "tool_choice.function", ("name",))
-    named = function.get("name")
+    function = value.get("function")
+    if not isinstance(function, dict):
+        raise wrong(f"{name}.function", function, "an object with a name", "tool_choice")
+    check_names(function, f"{name}.function", ("name",))
+    named = text(function.get("name"), f"{name}.function.name", "tool_choice")
     if named not in [tool.name for tool in tools]:
         raise InvalidRequestError(f"tool_choice names {show(named)}, which is not in tools", "tool_choice")
-    return "named", str(named)
+    return "named", named

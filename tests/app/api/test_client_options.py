@@ -122,8 +122,8 @@ def test_the_model_is_told_of_allowed_tools_alone(mode: str) -> None:
 @pytest.mark.parametrize(
     ("allowed", "words"),
     [
-        (None, "allowed_tools is null but must be an object with tools and the mode"),
-        ({"mode": "none", "tools": [tool("a")]}, "allowed_tools is 'none' but must be"),
+        (None, "allowed_tools is missing or null but must be an object with tools and mode"),
+        ({"mode": "none", "tools": [tool("a")]}, "allowed_tools.mode is 'none' but must be"),
         ({"mode": "auto", "tools": []}, "tools is a list of 0 but must be a list of 1 to 128 tools"),
         ({"mode": "auto", "tools": [tool("a")] * 129}, "tools is a list of 129 but must be a list of 1 to 128"),
         ({"mode": "auto", "tools": ["a"]}, "a list of objects that name tools"),

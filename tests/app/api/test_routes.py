@@ -81,7 +81,7 @@ def test_messages_become_the_tokens_that_chat_uses(http: httpx.Client) -> None:
         ("tokenize", {"messages": []}, "messages is a list of 0 but must be a list of at least 1"),
         ("tokenize", {"prompt": "a", "temperature": 0}, "'temperature' is not a known parameter"),
         ("tokenize", {"prompt": "a" * 200_000}, "exceeds the context length of 512 tokens"),
-        ("detokenize", {}, "tokens is null but must be a list of token ids"),
+        ("detokenize", {}, "tokens is missing or null but must be a list of token ids"),
         ("detokenize", {"tokens": [1, "2"]}, "tokens[1] is '2' but must be a token id"),
         ("detokenize", {"tokens": [1, -1]}, "tokens[1] is -1 but is not in the vocabulary"),
         ("detokenize", {"tokens": [10**30]}, "is not in the vocabulary"),

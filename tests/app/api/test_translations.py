@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.messages.request import parse_messages_request
-from app.api.openai_types import parse_chat
+from app.api.messages.request import parse_count_tokens, parse_messages_request
+from app.api.openai_types import parse_chat, parse_completion
 from app.api.responses.request import parse_responses
+from app.api.tokenization import parse_detokenize
 from engine.errors import InvalidRequestError, QuireError
 
 TOOL = {
@@ -258,6 +259,148 @@ def test_the_place_of_a_misspelt_field_is_told(route: str, fields: dict[str, Any
     with pytest.raises(InvalidRequestError) as caught:
         parse({**json.loads(json.dumps(example)), **fields})
     assert caught.value.message == message
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    """A path as messages for clients have it."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+
+
+ALLOWED = {"type": "function", "name": "f"}
+REQUIRED: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any], set[str]]] = {
+    "chat": (
+        parse_chat,
+        CHAT,
+        {
+            *("messages", "messages[0].role", "messages[0].content", "messages[0].content[0].type"),
+            *("messages[0].content[0].text", "messages[1].role", "messages[2].role", "messages[2].content"),
+            *("messages[1].tool_calls[0].id", "messages[1].tool_calls[0].function"),
+            *("messages[1].tool_calls[0].function.name", "messages[1].tool_calls[0].function.arguments"),
+            *("messages[2].tool_call_id", "tools[0].type", "tools[0].function", "tools[0].function.name"),
+            *("tool_choice.type", "tool_choice.function", "tool_choice.function.name"),
+        },
+    ),
+    "chat, allowed tools": (
+        parse_chat,
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "tools": CHAT["tools"],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]},
+            },
+        },
+        {
+            *("messages", "messages[0].role", "messages[0].content"),
+            *("tools[0].type", "tools[0].function", "tools[0].function.name", "tool_choice.type"),
+            *("tool_choice.allowed_tools", "tool_choice.allowed_tools.mode", "tool_choice.allowed_tools.tools"),
+            *("tool_choice.allowed_tools.tools[0].type", "tool_choice.allowed_tools.tools[0].function"),
+            "tool_choice.allowed_tools.tools[0].function.name",
+        },
+    ),
+    "chat, a form": (
+        parse_chat,
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
+        },
+        {
+            *("messages", "messages[0].role", "messages[0].content"),
+            *("response_format.type", "response_format.json_schema"),
+        },
+    ),
+    "completions": (parse_completion, {"prompt": "a"}, set()),  # it may not be empty either, and is told so
+    "responses": (
+        parse_responses,
+        RESPONSES,
+        {
+            *("input", "input[0].role", "input[0].content", "input[0].content[0].type"),
+            *("input[0].content[0].text", "input[1].content[0].type", "input[1].content[0].text"),
+            *("input[2].call_id", "input[2].name", "input[2].arguments", "input[3].call_id", "input[3].output"),
+            *("tools[0].type", "tools[0].name", "tool_choice.type", "tool_choice.name", "text.format.type"),
+        },
+    ),
+    "responses, allowed tools": (
+        parse_responses,
+        {
+            "input": "a",
+            "tools": RESPONSES["tools"],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [ALLOWED]},
+        },
+        {
+            *("input", "tools[0].type", "tools[0].name"),
+            *("tool_choice.type", "tool_choice.mode", "tool_choice.tools"),
+            *("tool_choice.tools[0].type", "tool_choice.tools[0].name"),
+        },
+    ),
+    "messages": (
+        parse_messages_request,
+        MESSAGES,
+        {
+            *("max_tokens", "system[0].type", "system[0].text", "messages", "tool_choice.type"),
+            *("messages[0].role", "messages[0].content", "messages[0].content[0].type"),
+            *("messages[0].content[0].text", "messages[1].role", "messages[1].content"),
+            *("messages[1].content[0].type", "messages[1].content[0].thinking", "messages[1].content[1].type"),
+            *("messages[1].content[1].id", "messages[1].content[1].name", "messages[1].content[1].input"),
+            *("messages[2].role", "messages[2].content", "messages[2].content[0].type"),
+            *("messages[2].content[0].tool_use_id", "tools[0].name", "tools[0].input_schema"),
+            *("tool_choice.name", "output_config.format.type", "thinking.type"),
+        },
+    ),
+    "count_tokens": (
+        parse_count_tokens,
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"messages", "messages[0].role", "messages[0].content"},
+    ),
+    "detokenize": (parse_detokenize, {"tokens": [1]}, {"tokens"}),
+}
+"""Requests, and the fields that must be there."""
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_field_that_must_be_there_is_said_to_be_missing(name: str) -> None:
+    parse, example, required = REQUIRED[name]
+    parse(json.loads(json.dumps(example)))
+    for absent in ("left out", "null"):
+        missing = set()
+        for path in places(example):
+            if not path or isinstance(path[-1], int) or SCHEMAS.intersection(path[:-1]):
+                continue
+            body = json.loads(json.dumps(example))
+            fields = at(body, path[:-1])
+            fields[path[-1]] = None
+            if absent == "left out":
+                del fields[path[-1]]
+            try:
+                parse(body)
+            except InvalidRequestError as error:
+                assert "is null" not in error.message  # noqa: PT017 - some fields need not be there
+                if error.message.startswith(f"{dotted(path)} is missing or null but "):
+                    missing.add(dotted(path))
+        assert missing == required, absent
+
+
+@pytest.mark.parametrize(
+    ("route", "path"),
+    [
+        ("chat", ("messages", 1, "tool_calls", 0, "type")),
+        ("responses", ("input", 0, "type")),
+        ("messages", ("tools", 0, "type")),
+        ("messages", ("tool_choice", "disable_parallel_tool_use")),
+    ],
+)
+def test_a_nested_field_that_is_null_counts_as_absent(route: str, path: tuple[Any, ...]) -> None:
+    parse, example = ROUTES[route]
+    absent = json.loads(json.dumps(example))
+    at(absent, path[:-1]).pop(path[-1], None)
+    assert parse(with_field(route, path[:-1], path[-1], None)) == parse(absent)
+
+
+def test_an_entry_of_a_list_is_null_not_missing() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^messages\[0\] is null but must be an object"):
+        parse_chat({"messages": [None]})
+    with pytest.raises(InvalidRequestError, match=r"^tools\[0\] is null but must be an object"):
+        parse_chat({**CHAT, "tools": [None]})
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ def test_tokens_are_counted_as_the_answer_counts_them(sdk: anthropic.Anthropic) 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("max_tokens", None, "max_tokens is null"),
+        ("max_tokens", None, "max_tokens is missing or null"),
         ("messages", [], "messages is a list of 0"),
         ("messages", [1], "messages[0] is 1"),
         ("messages", [{"role": "tool", "content": "a"}], "messages[0].role is 'tool'"),
@@ -311,12 +311,16 @@ def test_tokens_are_counted_as_the_answer_counts_them(sdk: anthropic.Anthropic) 
             [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f"}]}],
             "input",
         ),
-        ("messages", [{"role": "user", "content": [{"type": "tool_result"}]}], "tool_use_id is null"),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "tool_result"}]}],
+            "tool_use_id is missing or null",
+        ),
         ("system", 1, "system is 1"),
         ("stop_sequences", "a", "stop_sequences is 'a'"),
         ("stop_sequences", ["a"] * 17, "stop_sequences has 17 entries"),
         ("tools", [{"type": "web_search_20250305", "name": "web_search"}], "tools[0] is 'web_search_20250305'"),
-        ("tools", [{"name": "f"}], "tools[0].input_schema is null"),
+        ("tools", [{"name": "f"}], "tools[0].input_schema is missing or null"),
         ("tools", 1, "tools is 1"),
         ("tool_choice", {"type": "some"}, "tool_choice is 'some'"),
         ("mcp_servers", [{"url": "a"}], "calls no other servers"),

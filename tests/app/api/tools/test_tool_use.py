@@ -50,7 +50,7 @@ def test_the_model_is_not_told_of_tools_that_it_must_not_call() -> None:
         ({"tools": {}}, "tools", ["an object", "a list of tools"]),
         ({"tools": [1]}, "tools", ["tools[0] is 1"]),
         ({"tools": [{"type": "web_search"}]}, "tools", ["'web_search'", "'function'"]),
-        ({"tools": [{"type": "function"}]}, "tools", ["tools[0].function is null"]),
+        ({"tools": [{"type": "function"}]}, "tools", ["tools[0].function is missing or null"]),
         ({"tools": [function("a b")]}, "tools", ["'a b'", "1 to 128"]),
         ({"tools": [function("a" * 129)]}, "tools", ["1 to 128"]),
         ({"tools": [function(["f"])]}, "tools", ["a list of 1"]),  # type: ignore[arg-type]
