@@ -300,12 +300,14 @@ class EngineClient:
         """For /health: known and routable replicas, live requests, the state of each channel."""
         if self._running is None:
             return {"replicas": 0, "routable": 0, "live_requests": 0, "channels": {}, "booked_tokens": {}}
+        limits = self.limits()
         return {
             "replicas": self._parts.channels.num_members,
             "routable": len(self._ledger.routable()),
             "live_requests": len(self._requests),
             "channels": self._parts.channels.states(),
             "booked_tokens": self._ledger.load(),
+            "pool_tokens": [] if limits is None else limits.pool_tokens,
             "asleep": self._waiter.asleep(self._parts.channels.num_members),
             "stalled": self._ledger.stalled(),
             "resubmitted": self._parts.attempts.budget.resubmitted,

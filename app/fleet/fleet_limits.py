@@ -27,6 +27,11 @@ class FleetLimits:
         """The longest sequence that some replica can run, in tokens."""
         return max(limits.max_tokens for limits in self.each)
 
+    @property
+    def pool_tokens(self) -> list[int]:
+        """The different sizes of the replicas' KV pools in tokens, the largest first."""
+        return sorted({limits.pool_tokens for limits in self.each}, reverse=True)
+
     def longest_prompt(self, output: int) -> int:
         """The longest prompt that some replica can run with ``output`` more tokens."""
         return max(limits.longest_prompt(output) for limits in self.each)

@@ -16,7 +16,7 @@ from app.launch.access import check_access
 from app.launch.instance import Instance, lack
 from app.launch.local_server import LocalServer
 from app.launch.preflight import check_memory_of_models, check_port, naming
-from app.launch.terminal import ReplicaWatch, Say, announce, shared_cores
+from app.launch.terminal import ReplicaWatch, Say, Started, announce, shared_cores
 from engine.devices import usable_cores
 from engine.errors import ConfigError
 
@@ -74,7 +74,7 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
                 server.dashboard,
                 options,
                 [
-                    (model, fit, ready[model.name])
+                    Started(model, fit, ready[model.name], server.pool_tokens.get(model.name, ()))
                     for model, fit in zip(models, fits, strict=True)
                     if model.name in ready
                 ],

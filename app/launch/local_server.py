@@ -51,6 +51,9 @@ class LocalServer:
         self._launch = launch
         self._instance = instance
         self.dashboard = ""
+        # By model: the different sizes of its engines' KV pools, the largest first, as /health last told them.
+        # Where keys are required it tells none.
+        self.pool_tokens: dict[str, Sequence[int]] = {}
         self._proxies: list[Any] = []  # answers that have yet to come
         self._args: Mapping[str, Any] = {}
         self._models: Sequence[ServedModel] = ()
@@ -204,6 +207,7 @@ class LocalServer:
         # Of several models one may serve long before the application is complete.
         if self._models[0].one_of_several or status.endswith(("RUNNING", "DEPLOY_FAILED", "UNHEALTHY")):
             health = _of_each(self._health(), self._models)
+            self.pool_tokens = {name: own.get("pool_tokens", ()) for name, own in health.items()}
         starts.look(application, lambda model: _accepting(model, health, application), time.monotonic())
 
     def attend(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from app.config import AppConfig, ServedModel
 from app.launch.preflight import Fit
@@ -11,6 +12,15 @@ from app.option_groups import ScalingOptions
 PROGRESS_EVERY_S = 5.0
 
 Say = Callable[[str], None]
+
+
+class Started(NamedTuple):
+    """A model that is served."""
+
+    model: ServedModel
+    fit: Fit
+    ready: int  # engine replicas that accept requests
+    pool_tokens: Sequence[int]  # the different sizes of their KV pools, the largest first; empty if unknown
 
 
 class Progress:
@@ -89,34 +99,34 @@ def announce(
     proxy: str,
     dashboard: str,
     options: AppConfig,
-    served: Sequence[tuple[ServedModel, Fit, int]],
+    served: Sequence[Started],
     keys_required: bool,
     say: Say,
 ) -> None:
     """Print where the server answers, what it serves, and how to try it.
 
-    ``served`` are the started models, with what an engine replica holds and how many of them accept requests.
     ``dashboard`` is the address of Ray's; empty without one.
     """
     from app.launch import placement  # here, so that the launcher refuses a wrong option before Ray is loaded
 
     nodes = placement.cluster_nodes()
-    first, fit, ready = served[0]
+    first = served[0].model
     name = first.name
-    say(f"Quire serves {', '.join(model.name for model, *_ in served)} at {url}/v1 through {proxy}")
+    say(f"Quire serves {', '.join(one.model.name for one in served)} at {url}/v1 through {proxy}")
     ingresses = options.ingress.ingress_replicas
     if first.one_of_several:
-        for model, fit, ready in served:
+        for model, fit, ready, pools in served:
             threads = placement.threads_of_an_engine(model, nodes)
             share = f"{threads} CPU threads" if threads > 1 else "1 CPU thread"
             line = replicas_line(model.options.scaling, ready)
             say(f"  {model.name}: engine replicas {line}, each with {share}")
-            for line in fit_lines(fit):
+            for line in fit_lines(fit, pools):
                 say(f"  {line}")
         say(f"  ingress replicas {ingresses}")
     else:
-        say(f"  engine replicas {replicas_line(options.scaling, ready)}, ingress replicas {ingresses}")
-        for line in fit_lines(fit):
+        line = replicas_line(options.scaling, served[0].ready)
+        say(f"  engine replicas {line}, ingress replicas {ingresses}")
+        for line in fit_lines(served[0].fit, served[0].pool_tokens):
             say(line)
     say(f"  in a browser: {url}/ to chat, {url}/dashboard for the fleet, {url}/docs for the API")
     if keys_required:
@@ -132,17 +142,25 @@ def announce(
     )
 
 
-def fit_lines(fit: Fit) -> list[str]:
-    """What one engine replica holds."""
-    pool = fit.pool
-    if pool is None:
-        return [f"  weights and KV in {fit.dtype}"]
+def fit_lines(fit: Fit, pools: Sequence[int]) -> list[str]:
+    """What one engine replica holds; ``pools`` are the sizes that they have, empty if unknown."""
     # The format of the weights is not known here, because `weights=auto` depends on them; each engine logs it.
-    blocks = f"{pool.num_blocks:,} blocks"
-    lines = [f"  KV in {fit.dtype}, an estimated {pool.tokens:,} tokens ({blocks}) in each replica"]
-    if pool.tokens < fit.context_length:
+    planned = fit.pool
+    most = next(iter(pools), planned.tokens if planned else None)
+    if most is None:
+        return [f"  weights and KV in {fit.dtype}"]
+    size = f"{most:,} tokens" if len(pools) < 2 else f"{min(pools):,} to {most:,} tokens"
+    if not pools:
+        size = f"an estimated {size}"
+    if planned is not None and len(pools) < 2:
+        size += f" ({most // planned.block_size:,} blocks)"
+    line = f"  KV in {fit.dtype}, {size} in each replica"
+    if planned is not None and any(tokens != planned.tokens for tokens in pools):
+        line += f", not the {planned.tokens:,} planned before the start"
+    lines = [line]
+    if most < fit.context_length:
         lines.append(
-            f"  warning: requests are limited to the {pool.tokens:,} tokens of the KV pool, below the "
+            f"  warning: requests are limited to the {most:,} tokens of the KV pool, below the "
             f"context length of {fit.context_length:,}; raise kv_memory"
         )
     return lines

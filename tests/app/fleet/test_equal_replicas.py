@@ -152,6 +152,7 @@ def test_replicas_of_another_tokenizer_get_nothing() -> None:
         await until(lambda: list(client.status()["channels"].values()) == ["open", "open"])
         status = client.status()
         assert (status["routable"], status["foreign"]) == (0, sorted(handle.replicas))
+        assert status["pool_tokens"] == []
         with pytest.raises(UnavailableError, match="2 replicas have another tokenizer or chat template"):
             await collect(client, request([1]))
         assert client.limits() is None
@@ -168,6 +169,7 @@ def test_a_long_prompt_goes_to_the_replica_whose_pool_holds_it() -> None:
         handle, client = await started(0)
         small, large = handle.add(SMALL), handle.add(LARGE)
         await until(lambda: len(handle.fleet.ledger.routable()) == 2)
+        assert client.status()["pool_tokens"] == [4096, 1024]
         jobs = [asyncio.ensure_future(collect(client, request(LONG, 20, f"r{index}"))) for index in range(4)]
         await until(lambda: len(large.engine.live) == 4)
         assert not small.engine.live

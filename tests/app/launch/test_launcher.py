@@ -386,14 +386,14 @@ def test_what_is_announced_can_be_followed(keys_required: bool) -> None:
         "HAProxy",
         "127.0.0.1:8266",
         options,
-        [(*config.served_models(options), fit, 1)],
+        [terminal.Started(*config.served_models(options), fit, 1, [1600])],
         keys_required,
         said.append,
     )
     text = "\n".join(said)
     assert f"{url}/ to chat, {url}/dashboard for the fleet, {url}/docs" in text
     assert "Ray's dashboard http://127.0.0.1:8266" in text
-    assert "KV in bfloat16, an estimated 1,600 tokens (100 blocks) in each replica" in text
+    assert "KV in bfloat16, 1,600 tokens (100 blocks) in each replica" in text
     assert "limited to the 1,600 tokens of the KV pool" in text
     words = shlex.split(said[-1].partition("try: ")[2])
     assert ("authorization: Bearer KEY" in words) == keys_required
@@ -430,13 +430,69 @@ def test_the_share_of_each_model_is_announced(tmp_path: Path) -> None:
     said: list[str] = []
     fits = [preflight.Fit("bfloat16", PoolSize(100, 16, 1), 16), preflight.Fit("float32", None, 16)]
     options = config.load({"models": TWO, "threads": 2}, {})
-    served = [(*pair, 1) for pair in zip(config.served_models(options), fits, strict=True)]
+    models = config.served_models(options)
+    served = [
+        terminal.Started(models[0], fits[0], 1, [1584]),
+        terminal.Started(models[1], fits[1], 1, [32]),
+    ]
     terminal.announce("http://here", "HAProxy", "", options, served, False, said.append)
     assert said[0] == "Quire serves a, b at http://here/v1 through HAProxy"
     assert "a: engine replicas 1, each with 2 CPU threads" in said[1]
-    assert "1,600 tokens" in said[2]
+    assert said[2] == (
+        "    KV in bfloat16, 1,584 tokens (99 blocks) in each replica, not the 1,600 planned before the start"
+    )
     assert "b: engine replicas 1, 1 to 3 with demand" in said[3]
-    assert "KV in float32" in said[4]
+    assert said[4] == "    KV in float32, 32 tokens in each replica"
+
+
+POOL = PoolSize(100, 16, 1)
+LIMITED = (
+    "  warning: requests are limited to the 1,600 tokens of the KV pool, below the context length of 2,000; "
+    "raise kv_memory"
+)
+
+
+@pytest.mark.parametrize(
+    ("fit", "pools", "lines"),
+    [
+        (  # with keys, the launcher is not told
+            preflight.Fit("bfloat16", POOL, 1600),
+            [],
+            ["  KV in bfloat16, an estimated 1,600 tokens (100 blocks) in each replica"],
+        ),
+        (
+            preflight.Fit("bfloat16", POOL, 1600),
+            [1600],
+            ["  KV in bfloat16, 1,600 tokens (100 blocks) in each replica"],
+        ),
+        (
+            preflight.Fit("bfloat16", POOL, 2000),
+            [3200],
+            [
+                "  KV in bfloat16, 3,200 tokens (200 blocks) in each replica, not the 1,600 planned before the "
+                "start"
+            ],
+        ),
+        (  # a request may go to the largest
+            preflight.Fit("bfloat16", PoolSize(200, 16, 1), 2000),
+            [1600, 800],
+            [
+                "  KV in bfloat16, 800 to 1,600 tokens in each replica, not the 3,200 planned before the start",
+                LIMITED,
+            ],
+        ),
+        (preflight.Fit("bfloat16", None, 2000), [], ["  weights and KV in bfloat16"]),
+        (
+            preflight.Fit("bfloat16", None, 2000),
+            [1600],
+            ["  KV in bfloat16, 1,600 tokens in each replica", LIMITED],
+        ),
+    ],
+)
+def test_what_engines_hold_is_told_as_they_say_it(
+    fit: preflight.Fit, pools: list[int], lines: list[str]
+) -> None:
+    assert terminal.fit_lines(fit, pools) == lines
 
 
 @pytest.mark.parametrize(("of_b", "serving_b"), [("asleep", True), ("unavailable", False)])
@@ -520,13 +576,15 @@ def deploy_two(monkeypatch: pytest.MonkeyPatch, instance: Instance, *course: Sim
     server = local_server.LocalServer(option_groups.LaunchOptions(), instance)
     paces: list[float] = []
     monkeypatch.setattr(server, "_pace", paces.append)  # to find its controller, Serve would start a Ray
-    monkeypatch.setattr(server, "_health", lambda: {"models": {"a": {"routable": 1}, "b": {"routable": 0}}})
+    health = {"a": {"routable": 1, "pool_tokens": [32, 16]}, "b": {"routable": 0}}
+    monkeypatch.setattr(server, "_health", lambda: {"models": health})
     models = config.served_models(config.load({"models": {"a": {}, "b": {}}}, {}))
     said: list[str] = []
     started = server.deploy(
         {}, models, cast(threading.Event, SimpleNamespace(wait=lambda _: False)), said.append
     )
     assert started == {"a": 1}
+    assert server.pool_tokens == {"a": [32, 16], "b": ()}
     assert paces == [local_server.STARTING_S, local_server.RUNNING_S]
     return said
 
