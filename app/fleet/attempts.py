@@ -131,12 +131,16 @@ class AttemptRunner:
     async def _wait_for_replica(self, request: InFlightRequest) -> bool:
         """Wait for a replica that can run the request; fails the request if none comes in time."""
         limit = self.unavailable_after_s
+
+        def ready() -> bool:  # one that has ended must not ask for its turn again
+            return request.ended or self._faults.may_run(request)
+
         if request.suspect:
-            if await self._waiter.wait_until(lambda: self._faults.may_run(request), limit / 2):
+            if await self._waiter.wait_until(ready, limit / 2):
                 return not request.ended
             self._faults.clear(request)  # it cannot be alone
-        if await self._waiter.wait_until(lambda: self._faults.may_run(request), limit):
-            return True
+        if await self._waiter.wait_until(ready, limit):
+            return not request.ended
         if self._waiter.failure:
             request.fail(CannotStartError(self._waiter.failure))
         elif request.model is not None:

@@ -456,9 +456,10 @@ class EngineClient:
 
     def on_load(self, route: Route, load: LoadReport) -> None:
         """See ``OwnerEvents``."""
+        before = self._ledger.changes
         self._ledger.report(route, load)
-        if not load.stalled_s:
-            self._waiter.notify()  # it may have been stalled
+        if self._ledger.changes != before:  # few of the reports, of which there are up to one a step
+            self._waiter.notify()
 
     def on_figures(self, route: Route, figures: Figures) -> None:
         """See ``OwnerEvents``."""

@@ -54,7 +54,9 @@ class ReplicaWaiter:
         self._still_waiting = still_waiting
         self._looking: asyncio.Task[None] | None = None
         self._question: asyncio.Future[str] | None = None
-        self._changed = asyncio.Event()
+        # What is waited for, the first one first. It is looked at here: to wake each of the thousands of tasks
+        # that may wait, so that it looks for itself, would take several times as long.
+        self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._waiting = 0
         self._task: asyncio.Task[None] | None = None
         self._timed_out = False  # a request waited in vain, and nothing has changed since
@@ -62,7 +64,18 @@ class ReplicaWaiter:
     def notify(self) -> None:
         """A replica has become routable, or the members have changed."""
         self._timed_out = False
-        self._changed.set()
+        self._check()
+
+    def _check(self) -> None:
+        for woken, ready in list(self._conditions.items()):
+            if woken.done():
+                continue
+            try:
+                wakes = ready()
+            except Exception:  # noqa: BLE001 - it is raised again where the request waits
+                wakes = True
+            if wakes:
+                woken.set_result(None)
 
     def asleep(self, num_members: int) -> bool:
         """Whether the deployment is scaled to zero on purpose, so that the next request wakes it."""
@@ -87,8 +100,12 @@ class ReplicaWaiter:
         try:
             async with asyncio.timeout(timeout_s):
                 while not ready():
-                    self._changed.clear()
-                    await self._changed.wait()
+                    woken = asyncio.get_running_loop().create_future()
+                    self._conditions[woken] = ready
+                    try:
+                        await woken
+                    finally:
+                        del self._conditions[woken]
         except TimeoutError:
             return False
         return True
@@ -125,7 +142,7 @@ class ReplicaWaiter:
             if self.failure not in ("", before):
                 logger.warning("no engine replica of this model can start: %s", self.failure)
             if self.failure:
-                self._changed.set()
+                self._check()
             await asyncio.sleep(LOOK_S)
             self._still_waiting(clock() - began)
 

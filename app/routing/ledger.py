@@ -199,9 +199,9 @@ class Ledger:
                 return False
             now = self._clock()
             load = sane(load)
-            was_stalled = state.stalled
+            before = state.stalled, state.suspects
             state.report(load, now)
-            if state.stalled is not was_stalled:
+            if (state.stalled, state.suspects) != before:
                 self._routable.relist(self._replicas.values())
             self._chooser.outdate(state)
             if self._estimates.learn_report(load, state.history):

@@ -500,6 +500,13 @@ FLEET: list[Fault] = [
         "a defect in calls is seen only in the log",
     ),
     Fault(
+        "app/fleet/engine_client.py",
+        "        if self._ledger.changes != before:",
+        "        if not load.stalled_s:",
+        ("app/fleet/test_many_at_once.py",),
+        "each report of a busy engine makes all look that wait for another",
+    ),
+    Fault(
         "app/fleet/scale_from_zero.py",
         "lambda: ready() or bool(self.failure)",
         "ready",

@@ -18,6 +18,7 @@ from app.fleet.faults import Faults
 from app.fleet.generation import Delta
 from app.fleet.in_flight import InFlightRequest
 from app.routing.fleet import Fleet
+from app.routing.load import LoadReport
 from app.routing.replica_state import Route
 from app.routing.requirement import ReplicaProfile
 from engine.errors import QuireError
@@ -25,6 +26,8 @@ from engine.request import TokenDelta
 from engine.token_logprobs import TokenLogprobs
 
 MANY = 60
+
+LOAD = LoadReport(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, 0)
 
 
 class Prompt(list[int]):
@@ -107,6 +110,61 @@ def test_while_a_replica_leaves_a_request_that_ends_does_not_look_at_all_others(
         async with stepping(handle):
             await asyncio.gather(*jobs[1::2])
         await until(lambda: names[0] not in client.status()["channels"])
+        await client.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize("why", [{"stalled_s": 3.0}, {"suspects": 1}], ids=str)
+def test_those_that_wait_look_only_when_a_report_tells_them_something(why: dict[str, float]) -> None:
+    """A busy engine reports after each step, and thousands may wait for another replica of their model."""
+
+    async def test() -> None:
+        handle, client = await started(1)
+        (replica,) = handle.replicas
+        ledger, looks = handle.fleet.ledger, 0
+        suspect = replace(InFlightRequest(request([1]), 0.0).requirement(), alone=True)
+        client.on_load(Route(replica, 1), replace(LOAD, **why))
+
+        def ready() -> bool:
+            nonlocal looks
+            looks += 1
+            return bool(ledger.routable(None, suspect))
+
+        waiting = [asyncio.ensure_future(client._waiter.wait_until(ready, 60.0)) for _ in range(MANY)]
+        await asyncio.sleep(1.0)
+        before = looks
+        for step in range(100):
+            client.on_load(Route(replica, 1), replace(LOAD, **why, waiting_tokens=step))
+            await asyncio.sleep(0.01)
+        assert looks == before
+        client.on_load(Route(replica, 1), LOAD)
+        assert await asyncio.gather(*waiting) == [True] * MANY
+        assert looks <= before + 3 * MANY
+        await client.stop()
+
+    run(test)
+
+
+def test_a_request_that_cannot_say_whether_it_may_run_fails_alone() -> None:
+    async def test() -> None:
+        _, client = await started(1)
+        opened = False
+
+        def broken() -> bool:
+            if opened:
+                raise RuntimeError("planted")
+            return False
+
+        waiting = [
+            asyncio.ensure_future(client._waiter.wait_until(ready, 60.0)) for ready in (broken, lambda: opened)
+        ]
+        await asyncio.sleep(1.0)
+        opened = True
+        client._waiter.notify()
+        failed, ran = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(failed, RuntimeError)
+        assert ran is True
         await client.stop()
 
     run(test)
