@@ -131,7 +131,7 @@ class IngressModel:
             model.name,
             options.ingress,
             server.live,
-            server.bodies.in_thread,
+            server.bodies.threads.run,
             engine_wait_s=options.replica_wait_s,
             overload=self.overload,
             tracer=server.tracer,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from app.api.answers import Answer
 from app.api.choices import GenerationJob, TextDelta, TokenGenerator, stream_choices
+from app.api.fair_threads import InThread
 from app.api.prompt_limits import check_prompts, within_context, within_logprobs
 from app.api.reply import Reply
 from app.api.request_record import RequestRecord
@@ -28,14 +28,6 @@ INLINE_DETAILS = 200
 
 IDS_AS_ONE = 10
 """Ids of a prompt that count as one described token: each takes 0.1 us, in the first chunk of each choice."""
-
-T = TypeVar("T")
-
-
-class InThread(Protocol):
-    """Runs work on a large request in a thread, off the event loop."""
-
-    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
 
 
 class ResponseMaker:
@@ -59,7 +51,7 @@ class ResponseMaker:
         if job.prompt_tokens <= INLINE_TOKENS:
             check_prompts(job, limits)
         else:
-            await self._in_thread(lambda: check_prompts(job, limits))
+            await self._in_thread(job.caller.sender, lambda: check_prompts(job, limits))
         return replace(within_logprobs(job, limits, most_logprobs), checked=limits)
 
     def response(self, job: GenerationJob, reply: Reply, record: RequestRecord) -> ASGIApp:
@@ -84,7 +76,7 @@ class ResponseMaker:
                     answers[delta.index].add(delta)
         described = job.prompt_tokens + record.usage.completion_tokens if job.detailed else 0
         return Response(
-            await self._written(described, partial(reply.body, answers, record.usage)),
+            await self._written(job, described, partial(reply.body, answers, record.usage)),
             media_type="application/json",
         )
 
@@ -103,13 +95,13 @@ class ResponseMaker:
                         described += len(job.prompts[delta.index // job.options.params.n]) // IDS_AS_ONE
                     if job.repeats and delta.call is not None and delta.call.name:
                         described += delta.num_tokens  # the call ends the text before it
-                    yield await self._written(described, partial(reply.delta, delta, record.usage))
+                    yield await self._written(job, described, partial(reply.delta, delta, record.usage))
         described = record.usage.completion_tokens if job.detailed and job.repeats else 0
-        yield await self._written(described, partial(reply.end, record.usage))
+        yield await self._written(job, described, partial(reply.end, record.usage))
 
-    async def _written(self, described: int, write: Callable[[], bytes]) -> bytes:
+    async def _written(self, job: GenerationJob, described: int, write: Callable[[], bytes]) -> bytes:
         """What ``write`` returns; from a thread if it describes many tokens."""
-        return write() if described <= INLINE_DETAILS else await self._in_thread(write)
+        return write() if described <= INLINE_DETAILS else await self._in_thread(job.caller.sender, write)
 
 
 class _DirectSend:

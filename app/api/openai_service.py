@@ -14,7 +14,8 @@ from starlette.types import ASGIApp
 from app.api.admission_control import AdmissionControl, Admitted
 from app.api.caller import Caller
 from app.api.choices import GenerationJob, TokenGenerator
-from app.api.generated_response import InThread, ResponseMaker
+from app.api.fair_threads import InThread
+from app.api.generated_response import ResponseMaker
 from app.api.live_requests import LiveRequests
 from app.api.logprobs import TokenReport
 from app.api.messages.reply import MessagesReply
@@ -128,9 +129,11 @@ class OpenAIService:
             limits = await self._limits()
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
             keep = kept_tokens(request.options, limits, caller.limits)
-            encoded = iter(await self._tokenizer.encode_texts(texts, limits.max_model_len, keep=keep))
+            encoded = iter(
+                await self._tokenizer.encode_texts(texts, limits.max_model_len, keep=keep, sender=caller.sender)
+            )
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in request.prompts]
-            options = await self._with_bad_words(request.options)
+            options = await self._with_bad_words(request.options, caller.sender)
             job = GenerationJob(options, [kept_end(prompt, keep) for prompt in prompts], False, caller)
             permit.add_tokens(job.prompt_tokens, self.options)
             job = await self._responses.checked(job, limits, self.options.max_response_logprobs)
@@ -160,7 +163,7 @@ class OpenAIService:
             family = self._family()
             keep = kept_tokens(request.options, limits, caller.limits)
             prompt = kept_end(await self._chat_tokens(request, caller, limits, keep), keep)
-            options = await self._with_bad_words(request.options)
+            options = await self._with_bad_words(request.options, caller.sender)
             end = self._tokenizer.text_of(prompt[-PROMPT_END_TOKENS:])
             free = options.params.structured_output is None
             parser_of = partial(family.parser, request.tools, end, free=free)
@@ -207,14 +210,16 @@ class OpenAIService:
         """Answer ``POST /tokenize``; raises as :meth:`completions` does."""
         record = self._record(caller, "tokenize", False)
         with self.admission.admit(record, 1), record.running():
-            longest = (await self._limits()).max_model_len
+            longest, sender = (await self._limits()).max_model_len, caller.sender
             if request.prompt is None:
-                tokens = await self._tokenizer.encode_chat(request.messages, longest, (caller.tenant, ""))
+                tokens = await self._tokenizer.encode_chat(
+                    request.messages, longest, (caller.tenant, ""), sender=sender
+                )
             else:
                 (tokens,) = await self._tokenizer.encode_texts(
-                    [request.prompt], longest, request.add_special_tokens
+                    [request.prompt], longest, request.add_special_tokens, sender=sender
                 )
-            strings = await self._tokenizer.names(tokens) if request.token_strings else None
+            strings = await self._tokenizer.names(tokens, sender=sender) if request.token_strings else None
         return JSONResponse(
             {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": strings}
         )
@@ -224,7 +229,7 @@ class OpenAIService:
         record = self._record(caller, "detokenize", False)
         with self.admission.admit(record, 1), record.running():
             longest = (await self._limits()).max_model_len
-            text = await self._tokenizer.decode(request.tokens, longest)
+            text = await self._tokenizer.decode(request.tokens, longest, sender=caller.sender)
         return JSONResponse({"prompt": text})
 
     async def reset_prefix_cache(self) -> CacheReset:
@@ -256,7 +261,13 @@ class OpenAIService:
     ) -> list[int]:
         owner = caller.tenant, request.options.cache_salt
         return await self._tokenizer.encode_chat(
-            request.messages, limits.max_model_len, owner, request.tools, request.template, keep
+            request.messages,
+            limits.max_model_len,
+            owner,
+            request.tools,
+            request.template,
+            keep,
+            sender=caller.sender,
         )
 
     async def _echoes(
@@ -270,15 +281,16 @@ class OpenAIService:
                 continue
             name = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
             cut = len(prompt) - len(kept)
-            echoes.append(await self._tokenizer.decode(kept, len(kept), name, "prompt", cut))
+            sender = job.caller.sender
+            echoes.append(await self._tokenizer.decode(kept, len(kept), name, "prompt", cut, sender=sender))
         return tuple(echoes)
 
-    async def _with_bad_words(self, options: GenerationOptions) -> GenerationOptions:
+    async def _with_bad_words(self, options: GenerationOptions, sender: str) -> GenerationOptions:
         """With the tokens of its bad words."""
         words = options.output.bad_words
         if not words:
             return options
-        tokens = await self._tokenizer.encode_words(words)
+        tokens = await self._tokenizer.encode_words(words, sender=sender)
         return replace(options, params=replace(options.params, bad_words=tokens))
 
     def _envelope(self, kind: str, caller: Caller) -> Envelope:

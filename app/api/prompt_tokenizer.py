@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,6 +14,7 @@ from app.api.bounded_template import TemplateTimeoutError
 from app.api.chat_messages import ChatMessage
 from app.api.chat_template import OWN_VARIABLES, RENDER_CPU_S, ChatTemplate
 from app.api.errors import show
+from app.api.fair_threads import FairThreads
 from app.api.output_options import DEFAULT_TEMPLATE, TemplateOptions
 from app.api.prefix_token_cache import PrefixTokenCache
 from app.api.tokenizer_parts import TokenizerParts
@@ -96,8 +96,8 @@ class PromptTokenizer:
         # Placeholders for those characters must not occur in a special token's name or in the template.
         self._reserved = set(self.template).union(*(token.content for _, token in specials))
         self.prefix_tokens = PrefixTokenCache(self._encode, self._special_token)
-        self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="tokenizer")
-        self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-template")
+        self._threads = FairThreads(MAX_THREADS, "tokenizer")
+        self._slow = FairThreads(1, "slow-template")
         self.decoder = TextDecoder(self._backend)
 
     def warm_up(self) -> None:
@@ -115,7 +115,7 @@ class PromptTokenizer:
     @cached_property
     def _trial(self) -> Future[bool]:
         """In a thread, as the template comes with the model and may take its whole time."""
-        return self._slow.submit(self._writes_system_messages)
+        return self._slow.submit("", self._writes_system_messages)
 
     def _writes_system_messages(self) -> bool:
         if self._template is None:
@@ -132,11 +132,16 @@ class PromptTokenizer:
         max_tokens: int,
         add_special_tokens: bool = True,
         keep: int | None = None,
+        *,
+        sender: str = "",
     ) -> list[list[int]]:
-        """Raw prompts: special tokens written in the text are recognized; the tokenizer adds BOS once."""
+        """Raw prompts: special tokens written in the text are recognized; the tokenizer adds BOS once.
+
+        ``sender`` is who the prompts are from, here and in what follows: each has its turn in the threads.
+        """
         texts = [self._counting_end(text, max_tokens, keep, "prompt") for text in texts]
         encode = self._encode_raw if add_special_tokens else self._encode
-        return await self._run(sum(map(len, texts)), lambda: [encode(text) for text in texts])
+        return await self._run(sum(map(len, texts)), lambda: [encode(text) for text in texts], sender)
 
     async def decode(
         self,
@@ -145,6 +150,8 @@ class PromptTokenizer:
         name: str = "tokens",
         param: str = "tokens",
         first: int = 0,
+        *,
+        sender: str = "",
     ) -> str:
         """The text of at most ``max_tokens`` tokens, with the names of special tokens.
 
@@ -159,11 +166,12 @@ class PromptTokenizer:
                 param,
                 "context_length_exceeded",
             )
-        return await self._run(len(tokens), lambda: self._decode(tokens, name, param, first))
+        return await self._run(len(tokens), lambda: self._decode(tokens, name, param, first), sender)
 
-    async def names(self, tokens: Sequence[int]) -> list[str]:
+    async def names(self, tokens: Sequence[int], *, sender: str = "") -> list[str]:
         """The vocabulary's entry of each token."""
-        return await self._run(len(tokens), lambda: [str(self._backend.id_to_token(token)) for token in tokens])
+        name = self._backend.id_to_token
+        return await self._run(len(tokens), lambda: [str(name(token)) for token in tokens], sender)
 
     async def encode_chat(
         self,
@@ -173,6 +181,8 @@ class PromptTokenizer:
         use: ToolUse = NO_TOOLS,
         options: TemplateOptions = DEFAULT_TEMPLATE,
         keep: int | None = None,
+        *,
+        sender: str = "",
     ) -> list[int]:
         """Messages and tools through the chat template, up to the beginning of the assistant's turn.
 
@@ -206,20 +216,21 @@ class PromptTokenizer:
         encode = partial(self._encode_messages, messages, use.tools, owner, options, max_tokens, keep)
         cpu_s = INLINE_CPU_S if work <= INLINE_CHARS else THREAD_CPU_S
         try:
-            return await self._run(work, partial(encode, RenderLimits(cpu_s, gives_way=work > INLINE_CHARS)))
+            limits = RenderLimits(cpu_s, gives_way=work > INLINE_CHARS)
+            return await self._run(work, partial(encode, limits), sender)
         except TemplateTimeoutError:
             pass
         try:
             begin_again = partial(encode, RenderLimits(RENDER_CPU_S, gives_way=True))
-            return await asyncio.get_running_loop().run_in_executor(self._slow, begin_again)
+            return await self._slow.run(sender, begin_again)
         except TemplateTimeoutError as error:
             raise _refused(error) from error
 
-    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    async def encode_words(self, words: Sequence[str], *, sender: str = "") -> tuple[tuple[int, ...], ...]:
         """The tokens of each of ``words``, and of each after a space, where they differ."""
         spellings = [spelling for word in words for spelling in (word, f" {word}")]
         encoded = await self._run(
-            sum(map(len, spellings)), lambda: [tuple(self._encode(spelling)) for spelling in spellings]
+            sum(map(len, spellings)), lambda: [tuple(self._encode(spelling)) for spelling in spellings], sender
         )
         return tuple(dict.fromkeys(filter(None, encoded)))
 
@@ -262,10 +273,8 @@ class PromptTokenizer:
                 raise InvalidRequestError(f"{name}[{i}] is {show(token)} but is not in the vocabulary", param)
         return str(self._backend.decode(tokens, skip_special_tokens=False))
 
-    async def _run(self, chars: int, encode: Callable[[], T]) -> T:
-        if chars <= INLINE_CHARS:
-            return encode()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, encode)
+    async def _run(self, chars: int, encode: Callable[[], T], sender: str) -> T:
+        return encode() if chars <= INLINE_CHARS else await self._threads.run(sender, encode)
 
     def _encode_raw(self, text: str) -> list[int]:
         # encode_batch_fast releases the interpreter lock; encode does not.

@@ -6,13 +6,14 @@ import asyncio
 import codecs
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from app.api.errors import ApiError, too_many_bodies
+from app.api.fair_threads import FairThreads
 from app.api.json_pieces import MAX_DEPTH, MAX_VALUES, TooManyValuesError, parse_json
 from app.fleet.loop_pacer import LoopPacer
 
@@ -30,6 +31,10 @@ INLINE_BYTES = 16 * 1024
 
 WITHIN_S = 120.0
 """Seconds in which a body must be complete: clients that send slowly would hold what others need."""
+
+_TICKS = 24
+"""Parts in which they are counted. However long the event loop is busy, that counts as one: what the client has
+sent meanwhile waits for this server."""
 
 MAX_THREADS = 2
 """Bodies parsed at the same time: threads share one interpreter, so more would only make each slower."""
@@ -60,7 +65,7 @@ class BodyReader:
         clock: Callable[[], float] = time.monotonic,
         check: Callable[[Request], None] = lambda request: None,
     ) -> None:
-        self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="bodies")
+        self.threads = FairThreads(MAX_THREADS, "bodies")  # other work on large requests shares them
         self._sender = sender
         self._held: Counter[str] = Counter()  # bytes, by client
         self._check_wait = check_wait
@@ -95,7 +100,7 @@ class BodyReader:
         body = bytearray()
         sender, held = self._sender(request), 0
         try:
-            async with asyncio.timeout(WITHIN_S):
+            async with _in_time():
                 async for chunk in request.stream():
                     if len(body) + len(chunk) > MAX_BODY_BYTES:
                         raise _too_large()
@@ -106,11 +111,7 @@ class BodyReader:
             await self._begin(request, sender)
             if len(body) <= INLINE_BYTES:
                 return parse(parse_json_object(body))
-            return await self.in_thread(lambda: parse(parse_json_object(body)))
-        except TimeoutError as error:
-            raise ApiError(
-                408, f"the body was not complete within {WITHIN_S:g} s", code="request_timeout"
-            ) from error
+            return await self.threads.run(sender, lambda: parse(parse_json_object(body)))
         except ClientDisconnect as error:
             raise ApiError(400, "the client disconnected before the body was complete") from error
         finally:
@@ -133,9 +134,36 @@ class BodyReader:
             raise too_many_bodies(MAX_HELD_BYTES, total - own, own)
         self._held[sender] = own
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Do ``work`` in one of the threads; other work on a large request shares them."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+@asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    """Give up what waits for a body that is not complete within ``WITHIN_S``.
+
+    Raises:
+        ApiError: 408.
+    """
+    loop, left = asyncio.get_running_loop(), _TICKS + 1
+    timer: asyncio.TimerHandle | None = None
+
+    def tick() -> None:
+        nonlocal left, timer
+        left -= 1
+        if left:
+            timer = loop.call_later(WITHIN_S / _TICKS, tick)
+        else:
+            limit.reschedule(loop.time())
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            tick()
+            yield
+    except TimeoutError as error:
+        raise ApiError(
+            408, f"the body was not complete within {WITHIN_S:g} s", code="request_timeout"
+        ) from error
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 def parse_json_object(body: bytes | bytearray) -> dict[str, Any]:

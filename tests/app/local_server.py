@@ -168,7 +168,7 @@ def serve_locally(folder: Path, config: EngineConfig, model: str) -> Iterator[Lo
         model,
         api.options,
         api.live,
-        api.bodies.in_thread,
+        api.bodies.threads.run,
         engine_wait_s=60.0,
         recent=api.recent,
     )

@@ -84,8 +84,8 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/prompt_tokenizer.py",
-        "run_in_executor(self._slow, ",
-        "run_in_executor(self._executor, ",
+        "self._slow.run(sender, ",
+        "self._threads.run(sender, ",
         ("app/api/test_prompt_tokenizer.py",),
         "templates that hang take all threads that tokenize",
         hangs=True,
@@ -302,6 +302,20 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/request_body.py",
+        "            async with _in_time():",
+        "            async with asyncio.timeout(WITHIN_S):",
+        _BODY,
+        "a busy ingress gives up bodies that have come in time",
+    ),
+    Fault(
+        "app/api/fair_threads.py",
+        "                self._waiting[client] = queue  # behind the others\n",
+        "                self._waiting = {client: queue, **self._waiting}\n",
+        ("app/api/test_fair_threads.py", *_BODY),
+        "one client's large bodies hold up another's answers",
+    ),
+    Fault(
+        "app/api/request_body.py",
         "LoopPacer(1, clock, every=BEGIN_TURNS)",
         "LoopPacer(1, clock)",
         _BEGINS,
@@ -414,7 +428,7 @@ API: list[Fault] = [
     ),
     Fault(
         "app/api/request_body.py",
-        "            async with asyncio.timeout(WITHIN_S):",
+        "            async with _in_time():",
         "            async with asyncio.timeout(None):",
         _BODY,
         "clients that send slowly hold the memory of all large bodies",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from engine_client_setting import until
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,7 +23,7 @@ from app.api import request_body
 from app.api.chat_messages import MAX_MESSAGES
 from app.api.errors import ERROR_HANDLERS, ApiError
 from app.api.openai_types import parse_chat, parse_completion
-from app.api.request_body import INLINE_BYTES, MAX_BODY_BYTES, BodyReader, parse_json_object
+from app.api.request_body import INLINE_BYTES, MAX_BODY_BYTES, MAX_THREADS, BodyReader, parse_json_object
 
 MESSAGE = {"role": "user", "content": ""}
 
@@ -169,6 +171,51 @@ def test_a_body_that_does_not_end_is_given_up_and_holds_nothing(monkeypatch: pyt
 
     run_virtually(main())
     assert bodies.held_bytes == 0
+
+
+def test_only_the_time_that_the_client_takes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has sent may have to wait for a busy event loop."""
+    monkeypatch.setattr(request_body, "WITHIN_S", 0.24)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        async def sent() -> AsyncIterator[bytes]:
+            for piece in (b'{"prompt"', b":", b'"a"}'):
+                yield piece
+                arrived = loop.create_future()
+                loop.call_soon(time.sleep, request_body.WITHIN_S)
+                loop.call_later(0.0, arrived.set_result, None)
+                await arrived
+
+        assert (await BodyReader().read(_request(sent()), parse_completion)).prompts == ["a"]
+
+    asyncio.run(main())
+
+
+def test_a_clients_bodies_do_not_hold_up_anothers() -> None:
+    bodies = BodyReader(lambda request: str(request.headers.get("x-quire-client")))
+    parsed: list[str] = []
+    begin = threading.Event()
+
+    async def body(client: str) -> None:
+        async def sent() -> AsyncIterator[bytes]:
+            yield b"{}" + b" " * INLINE_BYTES
+
+        await bodies.read(_request(sent(), client), lambda _: parsed.append(client))
+
+    async def main() -> None:
+        busy = [asyncio.create_task(bodies.threads.run("a", begin.wait)) for _ in range(MAX_THREADS)]
+        reading = [asyncio.create_task(body("a")) for _ in range(6)]
+        await until(lambda: sum(map(len, bodies.threads._waiting.values())) == 6)
+        reading.append(asyncio.create_task(body("b")))
+        await until(lambda: "b" in bodies.threads._waiting)
+        begin.set()
+        await asyncio.gather(*busy, *reading)
+
+    asyncio.run(main())
+    assert sorted(parsed) == ["a"] * 6 + ["b"]
+    assert "b" in parsed[: 2 * MAX_THREADS]  # after at most one of each thread, and one beside it
 
 
 def _request(chunks: AsyncIterator[bytes], client: str = "") -> Request:

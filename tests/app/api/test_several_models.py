@@ -58,7 +58,7 @@ def api(server: LocalServer) -> ApiServer:
                 name,
                 options,
                 made.live,
-                made.bodies.in_thread,
+                made.bodies.threads.run,
                 engine_wait_s=60.0,
             )
         )
