@@ -33,15 +33,17 @@ class Gate:
     _ring: KeyRing | None = None  # that the limits are of
 
     def limits_of(self, key: ApiKey) -> KeyLimits:
-        """The state of ``key``, which outlives a changed file as long as its entry is the same."""
+        """The state of ``key``, which outlives a changed file as long as that has an entry of its id."""
         ring = self.keys.ring()
         if ring is not self._ring:
             self._ring = ring
             listed = {entry.id for entry in ring.by_digest.values()}
             self._limits = {name: limits for name, limits in self._limits.items() if name in listed}
         found = self._limits.get(key.id)
-        if found is None or found.key != key:
+        if found is None:
             found = self._limits[key.id] = KeyLimits(key, 1.0 / self.replicas)
+        elif found.key != key:
+            found.change(key)
         return found
 
 

@@ -28,6 +28,12 @@ class TokenBucket:
         self._level = self.size
         self._at = clock()
 
+    def changed(self, per_minute: float) -> TokenBucket:
+        """One for another rate, as full as this one in proportion; so it takes as long to be full again."""
+        bucket = TokenBucket(per_minute, self._clock)
+        bucket._level = self.level() / self.size * bucket.size
+        return bucket
+
     def level(self) -> float:
         """What it holds now."""
         now = self._clock()
@@ -46,7 +52,10 @@ class TokenBucket:
 
 @dataclass(slots=True)
 class KeyLimits:
-    """The state of one key at one ingress replica, which enforces its even share of the rates."""
+    """The state of one key at one ingress replica, which enforces its even share of the rates.
+
+    It outlives a change of the key's entry (:meth:`change`), and requests that run then are still counted.
+    """
 
     key: ApiKey
     share: float = 1.0  # of the rates: 1 / number of ingress replicas
@@ -57,12 +66,22 @@ class KeyLimits:
     tokens: TokenBucket | None = field(init=False)
 
     def __post_init__(self) -> None:
-        key = self.key
-        self.requests = self._bucket(key.requests_per_minute)
-        self.tokens = self._bucket(key.tokens_per_minute)
+        self.requests = self._bucket(self.key.requests_per_minute)
+        self.tokens = self._bucket(self.key.tokens_per_minute)
 
-    def _bucket(self, per_minute: int | None) -> TokenBucket | None:
-        return None if per_minute is None else TokenBucket(per_minute * self.share, self.clock)
+    def change(self, key: ApiKey) -> None:
+        """``key`` is the entry from now on; of a rate that has another limit, the same share remains unused."""
+        before, self.key = self.key, key
+        if key.requests_per_minute != before.requests_per_minute:
+            self.requests = self._bucket(key.requests_per_minute, self.requests)
+        if key.tokens_per_minute != before.tokens_per_minute:
+            self.tokens = self._bucket(key.tokens_per_minute, self.tokens)
+
+    def _bucket(self, per_minute: int | None, before: TokenBucket | None = None) -> TokenBucket | None:
+        if per_minute is None:
+            return None
+        rate = per_minute * self.share
+        return TokenBucket(rate, self.clock) if before is None else before.changed(rate)
 
     def check(self, stream: bool = False) -> None:
         """Refuse a request that could not begin now; it takes nothing.

@@ -224,6 +224,13 @@ API: list[Fault] = [
         "a request without max_tokens exceeds the longest context of its key",
     ),
     Fault(
+        "app/api/authentication.py",
+        "            found.change(key)\n",
+        "            found = self._limits[key.id] = KeyLimits(key, 1.0 / self.replicas)\n",
+        ("app/api/test_authentication.py",),
+        "any change of a key's entry gives it all of its rates again",
+    ),
+    Fault(
         "app/api/key_limits.py",
         "        self.streams -= stream\n",
         "",

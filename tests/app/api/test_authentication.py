@@ -17,7 +17,8 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from app.api.authentication import MAX_KEY_CHARS, STATE, Authentication, Gate, presented_key
-from app.api.keys import ENVIRONMENT, KeyFile, digest_of
+from app.api.errors import ApiError
+from app.api.keys import ENVIRONMENT, ApiKey, KeyFile, digest_of
 
 PAIRS = f"alice:{digest_of('key-a')},bob:{digest_of('key-b')}"
 
@@ -128,6 +129,30 @@ def test_what_a_removed_key_has_used_is_forgotten(tmp_path: Path) -> None:
     assert set(gate._limits) == {"bob"}
 
 
+def test_what_a_key_has_used_outlives_a_change_of_its_entry(tmp_path: Path) -> None:
+    def entry(name: str, **fields: object) -> ApiKey:
+        listed = [{"id": "alice", "sha256": digest_of(name), **fields}]
+        path.write_text(json.dumps({"keys": listed}))
+        gate.keys.reread()
+        return gate.keys.ring().by_digest[digest_of(name)]
+
+    path = tmp_path / "keys.json"
+    path.write_text('{"keys": []}')
+    gate = Gate(KeyFile(str(path), {}))
+    limits = gate.limits_of(entry("alice", requests_per_minute=1, concurrent_requests=9))
+    limits.admit()
+    for secret, admin in (("alice", True), ("another secret", False)):
+        changed = entry(secret, requests_per_minute=1, concurrent_requests=9, admin=admin)
+        assert gate.limits_of(changed).key == changed
+        with pytest.raises(ApiError, match=r"limit of 1 requests a minute \(requests_per_minute\)"):
+            gate.limits_of(changed).admit()
+    fewer = gate.limits_of(entry("alice", concurrent_requests=1))
+    with pytest.raises(ApiError, match=r"1 requests at the same time \(concurrent_requests\)"):
+        fewer.admit()
+    limits.release(1)
+    fewer.admit()
+
+
 def test_limits_are_told_with_every_answer_and_belong_to_the_key() -> None:
     keys = KeyFile(None, {ENVIRONMENT: PAIRS})
     gate = Gate(keys, replicas=2)
@@ -135,8 +160,6 @@ def test_limits_are_told_with_every_answer_and_belong_to_the_key() -> None:
     limits = gate.limits_of(key)
     assert gate.limits_of(key) is limits
     assert limits.share == 0.5
-    changed = key.model_copy(update={"requests_per_minute": 3})
-    assert gate.limits_of(changed) is not limits
     with client_of(gate) as client:
         headers = client.get("/v1/models", headers={"x-api-key": "key-b"}).headers
         assert not any(name.startswith("x-ratelimit") for name in headers)

@@ -93,6 +93,46 @@ def test_a_share_of_less_than_one_request_a_minute_is_still_a_rate() -> None:
     limits.admit()
 
 
+@pytest.mark.parametrize(
+    ("before", "used", "after", "left"),
+    [
+        (100, 30, 100, 70),  # unchanged
+        (100, 30, 1000, 700),
+        (1000, 900, 10, 1),
+        (100, 100, 200, 0),
+        (100, 150, 200, -100),  # in 30 s it is zero, as before
+        (None, 30, 100, 100),
+        (100, 30, None, None),
+    ],
+)
+def test_of_another_limit_the_same_share_remains(
+    before: int | None, used: int, after: int | None, left: float | None
+) -> None:
+    clock = Clock()
+    limits = KeyLimits(ApiKey(id="a", sha256=DIGEST, tokens_per_minute=before), 1.0, clock)
+    limits.admit()
+    limits.release(used)
+    limits.change(ApiKey(id="a", sha256=DIGEST, tokens_per_minute=after, requests_per_minute=5))
+    assert limits.requests is not None
+    assert limits.requests.level() == 5
+    assert limits.tokens is None or limits.tokens.level() == pytest.approx(left)
+    assert (limits.tokens is None) == (left is None)
+
+
+def test_a_change_of_limits_is_no_refill() -> None:
+    clock = Clock()
+    limits = KeyLimits(ApiKey(id="a", sha256=DIGEST, requests_per_minute=6), 0.5, clock)
+    for _ in range(3):
+        limits.admit()
+    for most in (60, 6) * 5:
+        limits.change(ApiKey(id="a", sha256=DIGEST, requests_per_minute=most))
+        assert limits.requests is not None
+        assert limits.requests.level() == 0
+    clock.now = 20.0
+    limits.admit()
+    refusal(limits)
+
+
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 500)), max_size=30))
 def test_a_bucket_never_gives_more_than_its_rate(steps: list[tuple[float, float]]) -> None:
     """What is taken only while the level is positive stays within rate × time + one bucket + one overdraft."""
