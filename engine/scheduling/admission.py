@@ -50,6 +50,8 @@ def admit_waiting(state: SchedulerState, plan: StepPlan, before: Order | None = 
             break
         if not _may_start(sequence):
             others += sequence.num_seqs
+            if sequence.candidates is None:  # swapped out in this step, so it can start in the next
+                room.withheld += _blocks_in_all(state, sequence)
             position += 1
             continue
         out_of_tokens = plan.budget_left <= 0  # nothing starts, but lack of blocks is still counted

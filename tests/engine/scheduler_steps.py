@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from kv_simulation import KVSimulation
 
 from engine.scheduling.admission import blocks_needed, is_next_block_scheduled
@@ -28,15 +30,14 @@ def assert_no_idle_budget(scheduler: Scheduler, plan: StepPlan) -> None:
     for sequence in state.running:
         left = sequence.remaining - planned.get(sequence, 0)
         assert left <= 0 or not state.pool.num_available, f"{sequence.key} could compute {left} tokens more"
-    may_start = (
-        sequence
-        for sequence in state.waiting
-        if sequence.candidates is None and sequence.state is not SequenceState.SWAPPING_OUT
-    )
-    first = next(may_start, None)
-    if first is None or state.num_seqs >= state.max_num_seqs:
+    startable = [sequence for sequence in state.waiting if sequence.candidates is None]
+    leaving = list(takewhile(lambda sequence: sequence.state is SequenceState.SWAPPING_OUT, startable))
+    if len(leaving) == len(startable) or state.num_seqs >= state.max_num_seqs:
         return
-    needed = blocks_needed(state, first) + state.reserve.blocks(state.running)
+    first = startable[len(leaving)]
+    # Those that this step swaps out come back before it.
+    withheld = sum(state.pool.blocks_for(len(sequence.token_ids) + 1) for sequence in leaving)
+    needed = blocks_needed(state, first) + state.reserve.blocks(state.running) + withheld
     if not is_next_block_scheduled(state, first, plan):
         assert needed > state.pool.num_available, f"{first.key} could start"
 

@@ -299,6 +299,20 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/admission.py",
+        "            if sequence.candidates is None:  # swapped out in this step, so it can start in the next",
+        "            if False:",
+        _ADMISSION,
+        "a request gets the blocks that one before it has just been swapped out of",
+    ),
+    Fault(
+        "engine/scheduling/scheduler.py",
+        "            state.recoveries.account(plan, timing)",
+        "            pass",
+        _SHARES,
+        "what recoveries cost is never learned",
+    ),
+    Fault(
+        "engine/scheduling/admission.py",
         "    return blocks + _slots(state, sequence) - 1",
         "    return blocks",
         _ADMISSION,
@@ -313,8 +327,8 @@ SCHEDULING: list[Fault] = [
     ),
     Fault(
         "engine/scheduling/admission.py",
-        "            room.withheld += _blocks_in_all(state, sequence)",
-        "            pass",
+        "        if sequence.state is not SequenceState.WAITING:\n            room.withheld",
+        "        if False:\n            room.withheld",
         _ADMISSION,
         "blocks that a preempted sequence waits for go to those behind it",
     ),

@@ -160,6 +160,7 @@ def test_evicting_an_ancestor_forgets_what_hangs_below_it(tables: Tables) -> Non
     # Block 0 was used least recently: its node is gone, with those of block 2 (held) and of block 5 (free now).
     assert deep is not None
     assert not deep.alive
+    assert (deep.parent, deep.sibling, deep.children) == (None, None, {})  # holders keep no tree in memory
     assert tables.hit([1, 2, 3, 4, 5, 6]) == []
     assert (tables.pool.num_cached, tables.pool.num_free) == (0, 1)
     assert (len(tables.index), tables.index.num_roots) == (0, 0)

@@ -271,6 +271,43 @@ def test_nothing_passes_a_preempted_request_into_blocks_that_it_needs() -> None:
     assert small.num_preemptions == 0
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_each_that_starts_leaves_the_next_less_room(together: bool) -> None:
+    for num_blocks in range(10, 20):
+        scheduler = make_scheduler(num_blocks, 4, max_num_seqs=10)
+        for number in range(10):
+            scheduler.add(make_request(f"r{number}", tokens(3, number), 30, arrival=1.0 + number))
+            if not together:
+                scheduler.schedule()
+        scheduler.schedule()
+        # A block for each, and one to grow into for each of those before the last.
+        assert len(scheduler.state.running) == (num_blocks + 1) // 2
+
+
+def test_those_that_start_together_share_a_cached_prefix() -> None:
+    scheduler = make_scheduler(12, 4)
+    simulation = KVSimulation(4)
+    scheduler.add(make_request("first", tokens(33), max_tokens=1))
+    simulation.drain(scheduler)
+    for name in "ab":
+        scheduler.add(make_request(name, [*tokens(32), ord(name) % 40], arrival=float(ord(name)), max_tokens=2))
+    assert shape(simulation.step(scheduler)) == [("a", 32, 1, True), ("b", 32, 1, True)]
+
+
+@pytest.mark.parametrize("recovery", ["recompute", "swap"])
+def test_nothing_passes_a_request_in_the_step_that_preempts_it(recovery: str) -> None:
+    scheduler = make_scheduler(8, 4, recovery=recovery, host_blocks=8)
+    simulation = KVSimulation(4, lambda sequence: 7)
+    victim = add(scheduler, make_request("victim", tokens(15), 10, arrival=1.0, priority=1))
+    simulation.step(scheduler)
+    scheduler.add(make_request("first", tokens(17, 20), 4, arrival=2.0, priority=0))
+    scheduler.add(make_request("small", [39], 4, arrival=3.0, priority=2))
+    plan = simulation.step(scheduler)
+    assert plan.preempted == [victim]
+    assert [sequence.request_id for sequence in plan.admitted] == ["first"]  # it leaves 3 blocks of 5 needed
+    simulation.drain(scheduler)
+
+
 def test_a_step_matches_a_bounded_number_of_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_MAX_MATCHED", 4)
     scheduler = make_scheduler(64, 4)

@@ -105,6 +105,15 @@ def test_sequences_without_a_slot_are_blocked() -> None:
     assert setting.reporter.read().num_blocked == 2
 
 
+def test_who_waits_for_what_another_computes_is_not_blocked() -> None:
+    setting = Setting(max_num_seqs=2, token_budget=128)
+    for number, (text, length) in enumerate([(1, 60), (1, 60), (2, 3), (3, 3)]):
+        setting.add(make_request(f"r{number}", [text] * length, max_tokens=3, arrival=1.0 + number))
+    setting.step()
+    read = setting.reporter.read()
+    assert (read.running, read.waiting, read.num_blocked, read.num_lacking) == (2, 2, 1, 1)
+
+
 def test_who_waits_for_tokens_of_the_budget_is_not_blocked() -> None:
     setting = Setting(token_budget=8)
     for number in range(4):
@@ -129,6 +138,20 @@ def test_who_waits_for_blocks_is_blocked() -> None:
         assert read.num_blocked <= read.waiting
     assert (read.waiting, read.num_blocked) == (0, 0)
     assert num_blocked >= {0, 1, 2}
+
+
+def test_who_gave_up_waiting_says_nothing_of_those_that_come_later() -> None:
+    setting = Setting(num_blocks=8, look_ahead=0)
+    for number in range(2):
+        setting.add(make_request(f"r{number}", [number] * 14, max_tokens=8, ignore_eos=True))
+    setting.step()
+    read = setting.reporter.read()
+    assert (read.waiting, read.num_blocked, read.num_lacking) == (1, 1, 1)
+    setting.scheduler.abort("r1")
+    setting.step()
+    setting.add(make_request("later", [2]))
+    read = setting.reporter.read()
+    assert (read.waiting, read.num_blocked, read.num_lacking) == (1, 0, 0)
 
 
 @pytest.mark.parametrize(("look_ahead", "num_blocked"), [(0, 4), (1, 3), (3, 1), (4, 0), (8, 0)])

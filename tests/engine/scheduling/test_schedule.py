@@ -298,5 +298,6 @@ def test_what_nobody_sees_is_not_swapped_in() -> None:
     plan = simulation.step(scheduler)
     assert {chunk.sequence.request_id for chunk in plan.chunks} == {"a", "b"}
     assert 0 < len(plan.transfers.swap_in) <= 4
+    assert {chunk.sequence.state for chunk in plan.chunks} == {SequenceState.RUNNING}
     simulation.drain(scheduler)
     assert scheduler.stats().host_blocks_used == 0

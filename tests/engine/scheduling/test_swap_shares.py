@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kv_simulation import add, make_request, make_scheduler
+from kv_simulation import KVSimulation, add, make_request, make_scheduler
 from tiny_engines import tiny_engine_config
 
 from engine.engine import Engine
@@ -15,7 +15,7 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.host_pool import HostPool
 from engine.kv.transfers import Transfers
 from engine.scheduling.block_tables import ComputedBlocks
-from engine.scheduling.recovery import Rates, RecoveryMode, RecoveryPolicy, Victim
+from engine.scheduling.recovery import Rates, Recovery, RecoveryMode, RecoveryPolicy, Victim
 from engine.scheduling.recovery_tracker import RecoveryTracker
 from engine.scheduling.step import StepPlan, StepTiming, Swap
 
@@ -46,6 +46,19 @@ def test_each_is_charged_by_its_blocks_and_that_is_what_is_learned() -> None:
     assert policy.rates == taught.rates
     assert policy.rates.swap_out < 100.0
     assert policy.rates.prefill == 1000.0
+
+
+@pytest.mark.parametrize(("recovery", "seconds"), [("recompute", 0.015), ("swap", 0.032)])
+def test_a_recovery_costs_what_its_steps_took(recovery: Recovery, seconds: float) -> None:
+    scheduler = make_scheduler(8, 4, recovery=recovery, host_blocks=8, prefix_caching=False)
+    simulation = KVSimulation(4)
+    scheduler.add(make_request("victim", [1] * 15, 10, priority=1, ignore_eos=True))
+    simulation.step(scheduler)  # 15 tokens, in 4 blocks
+    scheduler.add(make_request("first", [2] * 17, 4, ignore_eos=True))
+    simulation.drain(scheduler)
+    stats = scheduler.stats().recovery
+    assert (stats.finished[recovery], stats.abandoned) == (1, 0)
+    assert stats.outcomes[recovery] == pytest.approx(seconds)
 
 
 def test_a_step_that_only_swaps_back_says_nothing_of_the_way_out() -> None:
