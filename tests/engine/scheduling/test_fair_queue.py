@@ -222,14 +222,15 @@ def test_a_group_as_wide_as_all_slots_starts_beside_a_flood(
     assert "group" in steps.over
 
 
-def test_a_client_takes_no_place_from_one_that_has_no_more_in_service() -> None:
+@pytest.mark.parametrize("length", [372, 172])  # it would have more, or as much
+def test_a_client_takes_no_place_from_one_that_has_no_more_in_service(length: int) -> None:
     """Otherwise two of them would take the same slot from each other in turn."""
     steps = Steps(large_scheduler(max_num_seqs=3, token_budget=2_048))
     for number in range(6):
         steps.add(make_request(f"a-{number}", prompt(472, number), 64, client="a"))
     steps.step()
     for number in range(2):
-        steps.add(make_request(f"b-{number}", prompt(372, 50 + number), 64, arrival=2.0, client="b"))
+        steps.add(make_request(f"b-{number}", prompt(length, 50 + number), 64, arrival=2.0, client="b"))
     steps.step()
     scheduler = steps.scheduler
     assert [each.request_id for each in scheduler.state.running] == ["a-0", "b-0", "a-1"]
@@ -286,6 +287,15 @@ def test_a_prompt_that_moved_here_gets_tokens_in_its_place() -> None:
     assert steps.step() == {"first": BUDGET}
     steps.add(make_request("second", prompt(2_000, 2), arrival=2.0))
     assert steps.step() == {"first": BUDGET}
+
+
+def test_what_a_prompt_that_gave_way_leaves_goes_to_its_clients_next() -> None:
+    steps = Steps(large_scheduler())
+    steps.add(make_request("second", prompt(BUDGET + 100, 2), arrival=2.0))
+    steps.step()
+    for arrival, name in ((1.0, "first"), (3.0, "third")):
+        steps.add(make_request(name, prompt(100, name), arrival=arrival))
+    assert steps.step() == {"first": 100, "second": 100, "third": BUDGET - 200}
 
 
 def test_what_is_left_goes_to_a_waiting_prompt_before_a_running_one_that_comes_later() -> None:

@@ -157,6 +157,31 @@ def test_priority_preempts_nobody_in_vain() -> None:
     assert simulation.step(scheduler).preempted == []
 
 
+def test_priority_takes_blocks_that_just_suffice() -> None:
+    scheduler = make_scheduler(6, 4)
+    simulation = KVSimulation(4, lambda sequence: 7)
+    scheduler.add(make_request("same", tokens(8), 8, arrival=1.0, priority=0))
+    low = add(scheduler, make_request("low", tokens(2, 10), 3, arrival=2.0, priority=1))
+    simulation.step(scheduler)
+    # Of 2 blocks left and the victim's, one is kept for growth of the first.
+    scheduler.add(make_request("high", tokens(6, 20), 2, arrival=3.0, priority=0))
+    plan = simulation.step(scheduler)
+    assert (plan.preempted, [each.request_id for each in plan.admitted]) == ([low], ["high"])
+
+
+def test_cached_blocks_that_nobody_holds_are_needed_too() -> None:
+    scheduler = make_scheduler(8, 4)
+    simulation = KVSimulation(4, lambda sequence: 7)
+    scheduler.add(make_request("old", tokens(13), 1))
+    simulation.drain(scheduler)
+    low = add(scheduler, make_request("low", tokens(14, 20), 4, priority=1))
+    simulation.step(scheduler)
+    # The new one finds 3 blocks and needs 5; with the free one, 4 are left.
+    high = add(scheduler, make_request("high", [*tokens(12), *tokens(5, 30)], 2))
+    plan = simulation.step(scheduler)
+    assert (plan.preempted, plan.admitted, high.cached_tokens) == ([low], [high], 12)
+
+
 def test_priority_counts_a_victims_blocks_once() -> None:
     scheduler = make_scheduler(6, 4)
     simulation = KVSimulation(4, lambda sequence: 7)
@@ -301,3 +326,14 @@ def test_what_nobody_sees_is_not_swapped_in() -> None:
     assert {chunk.sequence.state for chunk in plan.chunks} == {SequenceState.RUNNING}
     simulation.drain(scheduler)
     assert scheduler.stats().host_blocks_used == 0
+
+
+def test_blocks_that_the_window_has_left_are_given_up() -> None:
+    scheduler = make_scheduler(16, 2, window=3, prefix_caching=False)
+    simulation = KVSimulation(2, window=3)
+    scheduler.add(make_request("a", tokens(2), 24, ignore_eos=True))
+    held = set()
+    while scheduler.has_work():
+        simulation.step(scheduler)
+        held.add(scheduler.stats().referenced_blocks)
+    assert held == {0, 1, 2}
