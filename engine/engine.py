@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -159,6 +160,10 @@ class Engine:
     def prefault(self) -> bool:
         """Map pages of the KV pool ahead of use, for a few milliseconds; returns whether more are left."""
         return self.runner.kv_cache.prefault(self.scheduler.state.pool.high_water_mark)
+
+    def many_steps(self) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`ModelRunner.many_steps`."""
+        return self.runner.many_steps()
 
     def step(self) -> list[TokenDelta]:
         """Run one step and return what it made.

@@ -301,7 +301,8 @@ class EngineThread:
             self._loaded.set()
             warming = (engine.grammars, WARM_AFTER_S)
             threading.Thread(target=self._warm_up, args=warming, name="quire-warm-up", daemon=True).start()
-            self._loop(engine)
+            with engine.many_steps():
+                self._loop(engine)
         except BaseException as error:
             self._failure = error
             if self._engine is not None:

@@ -283,7 +283,8 @@ class LLM:
     def _run(self, running: dict[str, _Collected], progress: bool) -> None:
         """Step until each request has ended, which takes it out of ``running``."""
         made, started = 0, time.perf_counter()
-        with tqdm(total=len(running), unit="request", disable=not progress) as bar:
+        bar = tqdm(total=len(running), unit="request", disable=not progress)
+        with bar, self.engine.many_steps():
             while running:
                 for delta in self.engine.step():
                     made += len(delta.token_ids)

@@ -320,12 +320,13 @@ class Kernels(ABC):
         """Log probabilities of ``logits`` ``[R, vocab]``, float32, which stay as they are."""
         return row_logprobs(logits, options)
 
-    def draw(self, logits: Tensor, positions: Tensor, options: DrawOptions) -> tuple[Tensor, Tensor]:
-        """Choose tokens at ``positions`` (int64 ``[R]``, on the CPU) from ``logits`` ``[R, vocab]``, float32.
+    def draw(
+        self, logits: Tensor, positions: Sequence[int], options: DrawOptions
+    ) -> tuple[list[int], list[float]]:
+        """Choose tokens at ``positions``, one for each row, from ``logits`` ``[R, vocab]``, float32.
 
-        Returns them (int64, as many as there are seeds), and each row's largest logit (float32 ``[R]``), NaN if
-        one is; if that is not finite, the row's tokens mean nothing. ``engine.execution.sampler`` defines what
-        is drawn.
+        Returns them, as many as there are seeds, and each row's largest logit, NaN if one is; if that is not
+        finite, the row's tokens mean nothing. ``engine.execution.sampler`` defines what is drawn.
         """
         raise NotImplementedError(f"{self.name} kernels do not draw tokens")
 

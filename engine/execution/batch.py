@@ -1,17 +1,15 @@
-"""One step's input as flat tensors."""
+"""One step's input: as lists, and as flat tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from itertools import pairwise
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kv.block_pool import NO_BLOCK
 from engine.scheduling.sequence import ScheduledChunk
 from kernels import AttentionMetadata
 
@@ -26,84 +24,82 @@ class Batch:
     decodes: bool  # every row samples
 
 
-def build_batch(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a :class:`Batch` holds, as lists: a step sweeps the CPU's caches, and after it each of torch's and
+    numpy's operations takes 5 to 20 us, so a step is laid out with few of them.
+    """
+
+    token_ids: list[int]
+    query_start: list[int]
+    context_lens: list[int]
+    block_tables: list[list[int]]  # only blocks with tokens
+    positions: list[int]
+    slot_mapping: list[int]
+    sample_rows: list[int]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every row samples: each is a request of its own then."""
+        return 0 < len(self.sample_rows) == len(self.token_ids)
+
+    @property
+    def max_context_len(self) -> int:
+        """The longest context."""
+        return max(self.context_lens, default=0)
+
+    def batch(self, device: torch.device) -> Batch:
+        """The tensors."""
+        longs = (self.token_ids, self.positions, self.slot_mapping, self.sample_rows)
+        token_ids, positions, slots, samples = (
+            torch.tensor(each, dtype=torch.int64, device=device) for each in longs
+        )
+        widest = max(map(len, self.block_tables), default=0)
+        tables = [table + [0] * (widest - len(table)) for table in self.block_tables]
+        starts = self.query_start
+        metadata = AttentionMetadata(
+            query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+            context_lens=torch.tensor(self.context_lens, dtype=torch.int32, device=device),
+            block_tables=torch.tensor(tables, dtype=torch.int32, device=device).view(len(tables), widest),
+            positions=positions,
+            slot_mapping=slots,
+            max_query_len=max((end - start for start, end in pairwise(starts)), default=0),
+            max_context_len=self.max_context_len,
+        )
+        return Batch(token_ids, metadata, samples, self.decodes)
+
+
+def lay_out(chunks: Sequence[ScheduledChunk], block_size: int) -> Layout:
     """Lay out ``chunks`` one after the other; their blocks must already be in their sequences' block tables.
 
     A draft is laid out like a separate sequence that decodes one token and shares all blocks. Attention then
     needs no special kind of chunk, and a step with drafts is recorded and replayed like any decode step.
     """
-    if chunks and all(chunk.length == 1 and chunk.samples and not chunk.drafts for chunk in chunks):
-        return _decodes(chunks, block_size, device)
-    token_ids = np.fromiter(
-        chain.from_iterable(
-            chain(chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length], chunk.drafts)
-            for chunk in chunks
-        ),
-        dtype=np.int64,
-    )
-    counts = np.array([1 + len(chunk.drafts) for chunk in chunks], dtype=np.int64)
-    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-    lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
-    samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
-    ends = starts + lengths
-    tables = _tables(chunks, -(-(ends + counts - 1) // block_size))
-    if counts.sum() > len(chunks):
-        firsts = np.cumsum(counts) - counts
-        # 0 for a chunk, then 1, 2, ... for its drafts.
-        place = np.arange(counts.sum()) - np.repeat(firsts, counts)
-        drafted = place > 0
-        starts = np.where(drafted, np.repeat(ends, counts) + place - 1, np.repeat(starts, counts))
-        lengths = np.where(drafted, 1, np.repeat(lengths, counts))
-        samples = np.repeat(samples, counts) | drafted
-        tables = np.repeat(tables, counts, axis=0)
-        ends = starts + lengths
-    query_start = np.zeros(len(starts) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=query_start[1:])
-    total = int(query_start[-1])
-    rows = np.repeat(np.arange(len(starts)), lengths)
-    positions = np.arange(total) + (starts - query_start[:-1])[rows]
-    slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    metadata = AttentionMetadata(
-        query_start=_tensor(query_start.astype(np.int32), device),
-        context_lens=_tensor(ends.astype(np.int32), device),
-        block_tables=_tensor(tables, device),
-        positions=_tensor(positions, device),
-        slot_mapping=_tensor(slots, device),
-        max_query_len=int(lengths.max(initial=0)),
-        max_context_len=int(ends.max(initial=0)),
-    )
-    decodes = bool(samples.all()) and total == len(starts) > 0
-    return Batch(_tensor(token_ids, device), metadata, _tensor(query_start[1:][samples] - 1, device), decodes)
+    layout = Layout([], [0], [], [], [], [], [])
+    for chunk in chunks:
+        sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.length
+        _add(layout, sequence.token_ids[start:end], start, sequence.block_table, block_size, chunk.samples)
+        for place, draft in enumerate(chunk.drafts, end):
+            _add(layout, [draft], place, sequence.block_table, block_size, True)
+    return layout
 
 
-def _decodes(chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device) -> Batch:
-    """As :func:`build_batch`, for chunks of one token that all sample: most steps, and so in few operations."""
-    positions = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-    token_ids = np.array([chunk.sequence.token_ids[chunk.start] for chunk in chunks], dtype=np.int64)
-    blocks, offsets = np.divmod(positions, block_size)
-    tables = _tables(chunks, blocks + 1)
-    rows = np.arange(len(chunks) + 1)
-    slots = tables[rows[:-1], blocks].astype(np.int64) * block_size + offsets
-    metadata = AttentionMetadata(
-        query_start=_tensor(rows.astype(np.int32), device),
-        context_lens=_tensor((positions + 1).astype(np.int32), device),
-        block_tables=_tensor(tables, device),
-        positions=_tensor(positions, device),
-        slot_mapping=_tensor(slots, device),
-        max_query_len=1,
-        max_context_len=int(positions.max()) + 1,
-    )
-    return Batch(_tensor(token_ids, device), metadata, _tensor(rows[:-1], device), decodes=True)
-
-
-def _tables(chunks: Sequence[ScheduledChunk], num_blocks: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The first ``num_blocks`` blocks of each chunk's sequence."""
-    tables = np.zeros((len(chunks), int(num_blocks.max(initial=0))), dtype=np.int32)
-    for row, (chunk, needed) in enumerate(zip(chunks, num_blocks.tolist(), strict=True)):
-        tables[row, :needed] = chunk.sequence.block_table[:needed]
-    # Absent blocks lie outside every window, so these entries are never read.
-    return np.maximum(tables, 0, out=tables)
-
-
-def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
+def _add(
+    layout: Layout, tokens: list[int], start: int, block_table: list[int], block_size: int, samples: bool
+) -> None:
+    """A request with ``tokens`` from position ``start`` on."""
+    end = start + len(tokens)
+    table = block_table[: (end - 1) // block_size + 1]
+    if NO_BLOCK in table:  # outside every window, so these entries are never read
+        table = [max(0, block) for block in table]
+    layout.token_ids.extend(tokens)
+    layout.query_start.append(len(layout.token_ids))
+    layout.context_lens.append(end)
+    layout.block_tables.append(table)
+    layout.positions.extend(range(start, end))
+    for place in range(start // block_size, len(table)):
+        shift = (table[place] - place) * block_size
+        first, last = max(start, place * block_size), min(end, (place + 1) * block_size)
+        layout.slot_mapping.extend(range(first + shift, last + shift))
+    if samples:
+        layout.sample_rows.append(len(layout.token_ids) - 1)

@@ -17,7 +17,7 @@ from engine.capacity import kv_bytes_per_token
 from engine.config import EngineConfig
 from engine.devices import resolve_device, usable_cores
 from engine.errors import ConfigError
-from engine.execution.batch import Batch, build_batch
+from engine.execution.batch import Batch, Layout, lay_out
 from engine.execution.calibration import MAX_BUDGET
 from engine.execution.recorded_steps import RecordedSteps
 from engine.execution.sampler import Sampler, SampleRow, both_allowed, choices_of, edit_after
@@ -38,6 +38,7 @@ from engine.seeds import sequence_seed
 from engine.sizes import format_bytes
 from engine.structured.matcher import Matcher
 from kernels import AttentionMetadata, get_kernels
+from kernels.interface import Choices
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class ModelRunner:
         self.sampler = Sampler(self.decoder.kernels)
         self.eos_token_ids = self.model.eos_token_ids
         self.on_logits: LogitsHook | None = None
+        self._many = False  # many_steps() is entered
         self._probe_cache = KVCache(self.model, 1, 1, self.dtype, self.device)
         logger.info(
             "%s (%s, %.0f M parameters) in %s on %s with %s kernels, %s",
@@ -149,7 +151,6 @@ class ModelRunner:
             self.model.vocab_size, self.max_model_len, self.memory.num_blocks, self.memory.block_size
         )
 
-    @torch.inference_mode()
     def run(self, chunks: abc.Sequence[ScheduledChunk]) -> list[Outcome]:
         """Compute ``chunks`` and choose for each that samples, in their order.
 
@@ -158,32 +159,53 @@ class ModelRunner:
         the same chunks again writes the same keys and values and chooses the same tokens, so a step that failed
         half-way may be repeated in parts.
         """
-        with _one_torch_thread() if self._one_torch_thread else contextlib.nullcontext():
+        if self._many:
+            return self._run(chunks)
+        with self.many_steps():
             return self._run(chunks)
 
+    @contextlib.contextmanager
+    def many_steps(self) -> Iterator[None]:
+        """What each step needs of torch is set once in here, where this thread runs one step after another.
+
+        Torch's few small operations of a step are not worth a second pool that spins on the kernels' cores.
+        """
+        threads, many = torch.get_num_threads(), self._many
+        if self._one_torch_thread:
+            torch.set_num_threads(1)
+        self._many = True
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            self._many = many
+            torch.set_num_threads(threads)
+
     def _run(self, chunks: abc.Sequence[ScheduledChunk]) -> list[Outcome]:
-        batch = build_batch(chunks, self.kv_cache.block_size, self.device)
         self.kv_cache.before_writing(self._written(chunks))
-        scored = [] if batch.decodes else _scored_rows(chunks)
         sampling = [chunk for chunk in chunks if chunk.samples]
         rows = [
             self._sample_row(chunk.sequence, drafts)
             for chunk in sampling
             for drafts in range(1 + len(chunk.drafts))
         ]
-        if scored:
-            logits = self._forward_scoring(batch, scored)
-        else:
-            # A row that draws has more panels computed, and for itself alone, so it counts twice.
-            work = sum(1 if row.params.greedy else 2 for row in rows)
-            few = 0 < work <= self.decoder.screened_rows and self.on_logits is None
-            logits = self._steps.forward(batch, choices_of(rows) if few else None)
+        # A row that draws has more panels computed, and for itself alone, so it counts twice.
+        work = sum(1 if row.params.greedy else 2 for row in rows)
+        few = 0 < work <= self.decoder.screened_rows and self.on_logits is None
+        logits = self._logits(chunks, choices_of(rows) if few else None)
         if not sampling:
             return []
         if self.on_logits is not None:
             self.on_logits([chunk.sequence for chunk in sampling], logits[_first_rows(sampling)])
         choices = self.sampler.sample(logits, rows)
         return [*choices] if len(rows) == len(sampling) else _verified(sampling, choices)
+
+    def _logits(self, chunks: abc.Sequence[ScheduledChunk], choices: Choices | None) -> Tensor:
+        layout = lay_out(chunks, self.kv_cache.block_size)
+        scored = [] if layout.decodes else _scored_rows(chunks)
+        if scored:
+            return self._forward_scoring(layout.batch(self.device), scored)
+        return self._steps.forward(layout, choices)
 
     def advance_grammars(self, chunks: abc.Sequence[ScheduledChunk]) -> list[tuple[Sequence, str]]:
         """Compute which tokens the grammars of sampling sequences allow next; call before :meth:`run`.
@@ -257,23 +279,21 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(self, rows: int) -> None:
         """Run a step that samples ``rows`` sequences of a token each, in the first blocks; for calibration."""
-        places = torch.arange(min(rows, self.memory.tokens, self.max_model_len), device=self.device)
-        rows, size = len(places), self.kv_cache.block_size
-        blocks = torch.arange(-(-rows // size), dtype=torch.int32, device=self.device)
-        metadata = AttentionMetadata(
-            query_start=torch.arange(rows + 1, dtype=torch.int32, device=self.device),
-            context_lens=torch.arange(1, rows + 1, dtype=torch.int32, device=self.device),
-            block_tables=blocks.repeat(rows, 1),
+        places = list(range(min(rows, self.memory.tokens, self.max_model_len)))
+        size, contexts = self.kv_cache.block_size, [place + 1 for place in places]
+        layout = Layout(
+            token_ids=[0] * len(places),
+            query_start=[0, *contexts],
+            context_lens=contexts,
+            block_tables=[list(range(place // size + 1)) for place in places],
             positions=places,
-            slot_mapping=places.clone(),
-            max_query_len=1,
-            max_context_len=rows,
+            slot_mapping=places,
+            sample_rows=places,
         )
-        batch = Batch(torch.zeros_like(places), metadata, places.clone(), decodes=True)
         params = SamplingParams()
-        with _one_torch_thread() if self._one_torch_thread else contextlib.nullcontext():
-            logits = self._steps.forward(batch)
-            self.sampler.sample(logits, [SampleRow(params, 0, place) for place in range(rows)])
+        with self.many_steps():
+            logits = self._steps.forward(layout)
+            self.sampler.sample(logits, [SampleRow(params, 0, place) for place in places])
 
     @torch.inference_mode()
     def probe(self) -> None:
@@ -410,14 +430,3 @@ def _token(choice: Choice) -> int | None:
     if isinstance(choice, int):
         return choice
     return choice.tokens[0] if choice.tokens else None
-
-
-@contextlib.contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Torch's few small operations of a step are not worth a second pool that spins on the kernels' cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from engine.execution.batch import Batch
+from engine.execution.batch import Batch, Layout
+from engine.execution.step_input import StepInput
 from engine.models.decoder import Decoder
-from kernels import AttentionMetadata, Recording
+from kernels import Recording
 from kernels.interface import Choices
 
 WHOLE_ROWS, WHOLE_ATTENTION = 32, 1 << 18
@@ -60,23 +60,11 @@ class RecordedSteps:
         self._forward = decoder.forward
         self._recordings: dict[_Kind, tuple[Tensor, Recording] | None] = {}
         """``None`` where the kernels cannot record."""
-        device = kv_pool.device
-        tokens, requests = max_tokens + 1, max_requests + 1  # see Kernels.record()
-        self._token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self._sample_rows = torch.zeros(requests, dtype=torch.int64, device=device)
-        self._choices = Choices(
-            temperature=torch.zeros(requests, dtype=torch.float32, device=device),
-            keys=torch.zeros(requests, dtype=torch.int64, device=device),
+        self._last: tuple[_Kind, int, Tensor] | None = (
+            None  # the logits that a step returned, and of which kind
         )
-        self._metadata = AttentionMetadata(
-            query_start=torch.zeros(requests + 1, dtype=torch.int32, device=device),
-            context_lens=torch.zeros(requests, dtype=torch.int32, device=device),
-            block_tables=torch.zeros(requests, max_blocks, dtype=torch.int32, device=device),
-            positions=torch.zeros(tokens, dtype=torch.int64, device=device),
-            slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=device),
-            max_query_len=0,
-            max_context_len=0,
-        )
+        # One more than the most: see Kernels.record().
+        self._input = StepInput(max_tokens + 1, max_requests + 1, max_blocks, kv_pool.device)
 
     def prepare(self) -> None:
         """Make all recordings now."""
@@ -84,34 +72,39 @@ class RecordedSteps:
             if not screened or self._decoder.screened_rows:
                 self._recorded(_Kind(samples, screened))
 
-    def forward(self, batch: Batch, choices: Choices | None = None) -> Tensor:
+    def forward(self, layout: Layout, choices: Choices | None = None) -> Tensor:
         """Logits as of :meth:`Decoder.forward`. They hold until the next call."""
-        metadata = batch.metadata
-        size = _Size(len(batch.token_ids), len(metadata.context_lens), len(batch.sample_rows))
+        size = _Size(len(layout.token_ids), len(layout.context_lens), len(layout.sample_rows))
+        kind = self._kind(size, choices)
+        if not self._replays(size, kind):
+            return self._plain(layout.batch(self._kv_pool.device))
+        self._input.put(layout)
+        return self._replay(size, kind, choices, layout.max_context_len)
+
+    def _kind(self, size: _Size, choices: Choices | None) -> _Kind:
+        screened = choices is not None and 0 < size.samples <= self._decoder.screened_rows
+        return _Kind(size.samples > 0, screened)
+
+    def _replays(self, size: _Size, kind: _Kind) -> bool:
         # If another forward replaces the decoder's, as in tests that plant faults, it gets every step.
         if self._decoder.forward != self._forward or any(map(int.__gt__, size, self._most)):
-            return self._plain(batch)
-        kind = _Kind(size.samples > 0, choices is not None and 0 < size.samples <= self._decoder.screened_rows)
+            return False
+        return self._recorded(kind) is not None
+
+    def _replay(self, size: _Size, kind: _Kind, choices: Choices | None, longest_context: int) -> Tensor:
+        """A step whose input is in place."""
         recorded = self._recorded(kind)
-        if recorded is None:
-            return self._plain(batch)
-        held = self._metadata
-        _put(batch.token_ids, self._token_ids)
-        _put(batch.sample_rows, self._sample_rows)
-        if choices is not None and kind.screened:
-            _put(choices.temperature, self._choices.temperature)
-            _put(choices.keys, self._choices.keys)
-        _put(metadata.query_start, held.query_start)
-        _put(metadata.context_lens, held.context_lens)
-        _put(metadata.block_tables, held.block_tables)
-        _put(metadata.positions, held.positions)
-        _put(metadata.slot_mapping, held.slot_mapping)
+        assert recorded is not None
         logits, recording = recorded
+        if choices is not None and kind.screened:
+            self._input.put_choices(choices)
         layers = len(self._decoder.layers)
-        parts = 1 if runs_whole(size.tokens, metadata.max_context_len) else layers
+        parts = 1 if runs_whole(size.tokens, longest_context) else layers
         for _ in recording.replay(size if kind.samples else size[:2], parts):
             self._decoder.layers_run += layers // parts
-        return logits[: size.samples]
+        if self._last is None or self._last[:2] != (kind, size.samples):
+            self._last = kind, size.samples, logits[: size.samples]
+        return self._last[2]
 
     def _plain(self, batch: Batch) -> Tensor:
         return self._decoder.kernels.in_buffers(
@@ -124,7 +117,7 @@ class RecordedSteps:
         return self._recordings[kind]
 
     def _record(self, kind: _Kind) -> tuple[Tensor, Recording] | None:
-        held = self._metadata
+        held = self._input.metadata
 
         def run(sizes: Sequence[int]) -> Tensor:
             tokens, requests, *sampled = sizes
@@ -137,10 +130,10 @@ class RecordedSteps:
                 slot_mapping=held.slot_mapping[:tokens],
             )
             count = sum(sampled)
-            rows, choices = self._sample_rows[:count], None
+            rows, choices = self._input.sample_rows[:count], None
             if kind.screened:
-                choices = Choices(self._choices.temperature[:count], self._choices.keys[:count])
-            return self._decoder.forward(self._token_ids[:tokens], self._kv_pool, metadata, rows, choices)
+                choices = Choices(self._input.choices.temperature[:count], self._input.choices.keys[:count])
+            return self._decoder.forward(self._input.token_ids[:tokens], self._kv_pool, metadata, rows, choices)
 
         return self._decoder.kernels.record(run, self._most if kind.samples else self._most[:2])
 
@@ -148,12 +141,3 @@ class RecordedSteps:
 def runs_whole(rows: int, longest_context: int) -> bool:
     """Whether a step is so short on any machine that one call may run all of its layers."""
     return rows <= WHOLE_ROWS and rows * longest_context <= WHOLE_ATTENTION
-
-
-def _put(value: Tensor, held: Tensor) -> None:
-    """Let ``held`` begin with ``value``."""
-    place = tuple(map(slice, value.shape))
-    if held.device.type == "cpu":  # torch takes three times as long for so few elements
-        held.numpy()[place] = value.numpy()
-    else:
-        held[place] = value

@@ -229,9 +229,8 @@ class Sampler:
         if edits:
             self._edit_logits(logits, edits)
         if self._kernels is not None:
-            positions = torch.tensor([row.position for row in rows])
-            tokens, largest = self._kernels.draw(logits, positions, self._options.of(rows))
-            return _ints(tokens), _exhausted(largest.tolist(), rows)
+            tokens, largest = self._kernels.draw(logits, [row.position for row in rows], self._options.of(rows))
+            return tokens, _exhausted(largest, rows)
         best = _argmax(logits)
         best_logits = logits.gather(1, best[:, None])
         exhausted = _exhausted(best_logits[:, 0].tolist(), rows)

@@ -76,6 +76,7 @@ class CallRecording(Recording):
     def __init__(self, functions: dict[str, Any], calls: _Calls, sized: list[_Sized], kept: list[Any]) -> None:
         self._replay = functions["quire_replay"]
         self._words = calls.as_array()
+        self._address = self._words.ctypes.data
         self._begins = calls.begins
         self._sized = sized
         self._sizes: Sequence[int] = ()
@@ -83,7 +84,7 @@ class CallRecording(Recording):
 
     def replay(self, sizes: Sequence[int], parts: int = 1) -> Iterator[None]:
         self._resize(sizes)
-        count, address = len(self._begins), self._words.ctypes.data
+        count, address = len(self._begins), self._address
         bounds = [self._begins[part * count // parts] for part in range(parts)] + [len(self._words)]
         for begin, end in pairwise(bounds):
             if self._replay(address + begin * self._words.itemsize, end - begin):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,28 @@ logger = logging.getLogger(__name__)
 _ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 
 
+class _Draws:
+    """Room for what is drawn from some logits by some options, and where all of it lies.
+
+    Mostly the next step has the same ones. Room is in arrays and addresses are kept, because each of torch's
+    operations takes up to 10 us once a step has swept the CPU's caches.
+    """
+
+    def __init__(self, logits: Tensor, options: DrawOptions) -> None:
+        self.logits, self.options = logits, options
+        rows, vocab = logits.shape
+        self.positions = np.empty(rows, dtype=np.int64)
+        self.tokens = np.empty(len(options.seeds), dtype=np.int64)
+        self.largest = np.empty(rows, dtype=np.float32)
+        filters = (options.min_p, options.top_k, options.top_p)
+        by = (options.temperature, *filters, options.num_draws, options.seeds)
+        self.arguments = (
+            *(logits.data_ptr(), logits.stride(0), rows, vocab),
+            *(each.data_ptr() for each in by),
+            *(each.ctypes.data for each in (self.positions, self.tokens, self.largest)),
+        )
+
+
 class CpuKernels(Kernels):
     """Kernels compiled for this CPU; see the ``*.cpp`` files beside this one.
 
@@ -53,6 +76,7 @@ class CpuKernels(Kernels):
         self.num_threads = num_threads
         self.own_threads = not prefers_onednn(torch.bfloat16)
         self._calls = Calls()
+        self._draws: _Draws | None = None
         self.prefers_codes = self.own_threads and bool(self._calls("quire_codes_in_hardware"))
 
     def in_buffers(self, run: Callable[[], Tensor]) -> Tensor:
@@ -274,18 +298,13 @@ class CpuKernels(Kernels):
             raise MemoryError(f"no memory for the log probabilities of {count} rows")
         return made
 
-    def draw(self, logits: Tensor, positions: Tensor, options: DrawOptions) -> tuple[Tensor, Tensor]:
-        rows, vocab = logits.shape
-        tokens = torch.empty(options.seeds.shape, dtype=torch.int64)
-        largest = torch.empty(rows, dtype=torch.float32)
-        failed = self._calls(
-            "quire_draw",
-            *(logits.data_ptr(), logits.stride(0), rows, vocab),
-            *(options.temperature.data_ptr(), options.min_p.data_ptr()),
-            *(options.top_k.data_ptr(), options.top_p.data_ptr()),
-            *(options.num_draws.data_ptr(), options.seeds.data_ptr(), positions.data_ptr()),
-            *(tokens.data_ptr(), largest.data_ptr(), self.num_threads),
-        )
-        if failed:
-            raise MemoryError(f"no memory to draw from {rows} rows of {vocab} logits")
-        return tokens, largest
+    def draw(
+        self, logits: Tensor, positions: Sequence[int], options: DrawOptions
+    ) -> tuple[list[int], list[float]]:
+        draws = self._draws
+        if draws is None or draws.logits is not logits or draws.options is not options:
+            draws = self._draws = _Draws(logits, options)
+        draws.positions[:] = positions
+        if self._calls("quire_draw", *draws.arguments, self.num_threads):
+            raise MemoryError("no memory to draw from {} rows of {} logits".format(*logits.shape))
+        return draws.tokens.tolist(), draws.largest.tolist()

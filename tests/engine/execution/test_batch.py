@@ -7,7 +7,7 @@ from dataclasses import fields
 import torch
 from sequences import make_sequence
 
-from engine.execution.batch import build_batch
+from engine.execution.batch import Batch, lay_out
 from engine.scheduling.sequence import ScheduledChunk
 
 CPU = torch.device("cpu")
@@ -17,15 +17,18 @@ def chunk(tokens: list[int], table: list[int], start: int, length: int, samples:
     return ScheduledChunk(make_sequence(tokens, table), start, length, samples)
 
 
+def batch_of(chunks: list[ScheduledChunk], block_size: int) -> Batch:
+    return lay_out(chunks, block_size).batch(CPU)
+
+
 def test_decode_prefill_and_a_chunk_that_does_not_sample() -> None:
-    batch = build_batch(
+    batch = batch_of(
         [
             chunk([10, 11, 12, 13, 14], [7, 2], 4, 1, True),  # decode: position 4, second block
             chunk([20, 21, 22, 23, 24, 25, 26], [5, 9, 1], 2, 4, False),  # middle of a prompt, over an edge
             chunk([30, 31], [3], 0, 2, True),  # whole prompt
         ],
-        block_size=4,
-        device=CPU,
+        4,
     )
     meta = batch.metadata
     assert batch.token_ids.tolist() == [14, 22, 23, 24, 25, 30, 31]
@@ -44,7 +47,7 @@ def test_decode_prefill_and_a_chunk_that_does_not_sample() -> None:
 
 def test_a_step_of_decodes() -> None:
     chunks = [chunk(list(range(10, 15)), [7, 2], 4, 1, True), chunk(list(range(20, 27)), [5, 9], 6, 1, True)]
-    batch = build_batch(chunks, block_size=4, device=CPU)
+    batch = batch_of(chunks, 4)
     meta = batch.metadata
     assert batch.token_ids.tolist() == [14, 26]
     assert meta.query_start.tolist() == [0, 1, 2]
@@ -54,7 +57,7 @@ def test_a_step_of_decodes() -> None:
     assert meta.block_tables.tolist() == [[7, 2], [5, 9]]
     assert batch.sample_rows.tolist() == [0, 1]
     assert (meta.max_query_len, meta.max_context_len, batch.decodes) == (1, 7, True)
-    mixed = build_batch([*chunks, chunk([1, 2], [3], 0, 2, False)], block_size=4, device=CPU)
+    mixed = batch_of([*chunks, chunk([1, 2], [3], 0, 2, False)], 4)
     for alone, among in ((batch, mixed), (meta, mixed.metadata)):
         for field in fields(alone):
             value, other = (getattr(of, field.name) for of in (alone, among))
@@ -62,13 +65,13 @@ def test_a_step_of_decodes() -> None:
 
 
 def test_nothing_samples() -> None:
-    batch = build_batch([chunk([1, 2, 3], [0], 0, 2, False)], block_size=16, device=CPU)
+    batch = batch_of([chunk([1, 2, 3], [0], 0, 2, False)], 16)
     assert batch.sample_rows.shape == (0,)
     assert batch.sample_rows.dtype == torch.int64
 
 
 def test_absent_blocks_of_a_table_become_valid_ones() -> None:
-    batch = build_batch([chunk(list(range(9)), [-1, -1, 5], 8, 1, True)], 4, CPU)
+    batch = batch_of([chunk(list(range(9)), [-1, -1, 5], 8, 1, True)], 4)
     assert batch.metadata.block_tables.tolist() == [[0, 0, 5]]
     assert batch.metadata.slot_mapping.tolist() == [20]
 
@@ -76,14 +79,14 @@ def test_absent_blocks_of_a_table_become_valid_ones() -> None:
 def test_drafts_are_rows_behind_their_chunk_with_its_blocks() -> None:
     drafting = chunk([10, 11, 12, 13], [7, 2], 2, 2, True)
     drafting.drafts = [14, 15]
-    batch = build_batch([chunk([1], [4], 0, 1, True), drafting, chunk([2, 3], [5], 0, 2, False)], 4, CPU)
+    batch = batch_of([chunk([1], [4], 0, 1, True), drafting, chunk([2, 3], [5], 0, 2, False)], 4)
     meta = batch.metadata
     assert batch.token_ids.tolist() == [1, 12, 13, 14, 15, 2, 3]
     assert meta.query_start.tolist() == [0, 1, 3, 4, 5, 7]
     assert meta.context_lens.tolist() == [1, 4, 5, 6, 2]
     assert meta.positions.tolist() == [0, 2, 3, 4, 5, 0, 1]
     assert meta.slot_mapping.tolist() == [16, 30, 31, 8, 9, 20, 21]
-    assert meta.block_tables.tolist() == [[4, 0], [7, 2], [7, 2], [7, 2], [5, 0]]
+    assert meta.block_tables.tolist() == [[4, 0], [7, 0], [7, 2], [7, 2], [5, 0]]
     assert batch.sample_rows.tolist() == [0, 2, 3, 4]
     assert not batch.decodes
 
@@ -91,4 +94,4 @@ def test_drafts_are_rows_behind_their_chunk_with_its_blocks() -> None:
 def test_a_step_of_decodes_with_drafts_decodes_only() -> None:
     drafting = chunk([10, 11, 12, 13], [7], 3, 1, True)
     drafting.drafts = [14]
-    assert build_batch([drafting], 8, CPU).decodes
+    assert batch_of([drafting], 8).decodes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.execution.batch import Batch
+from engine.execution.batch import Layout
 from engine.execution.model_runner import ModelRunner
 from engine.kv.kv_cache import KVCache
 from engine.kv.transfers import Transfers
@@ -160,9 +160,9 @@ def test_which_steps_leave_logits_out(
     monkeypatch.setattr(runner.decoder, "screened_rows", 4)
     forward, asked = runner._steps.forward, []
 
-    def noted(batch: Batch, choices: Choices | None = None) -> Tensor:
+    def noted(layout: Layout, choices: Choices | None = None) -> Tensor:
         asked.append(None if choices is None else choices.temperature.tolist())
-        return forward(batch, choices)
+        return forward(layout, choices)
 
     monkeypatch.setattr(runner._steps, "forward", noted)
     chunks = [chunk(each) for each in params]
@@ -212,9 +212,9 @@ def test_a_decode_for_calibration_stays_within_what_is_served(folder: Path, cont
     seen = []
     forward = short._steps.forward
 
-    def kept(batch: Batch) -> Tensor:
-        seen.append(batch.metadata.positions.tolist())
-        return forward(batch)
+    def kept(layout: Layout) -> Tensor:
+        seen.append(layout.positions)
+        return forward(layout)
 
     short._steps.forward = kept  # type: ignore[method-assign]
     short.decode(8)

@@ -13,7 +13,7 @@ from tiny_engines import TINY_MODELS, make_request, run_to_end, tiny_engine_conf
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.execution.batch import Batch
+from engine.execution.batch import Layout
 from engine.execution.recorded_steps import _Kind, _Size, runs_whole
 from kernels.cpu.build import BuildError, find_compilers
 from kernels.cpu.calls import CallRecording
@@ -32,9 +32,9 @@ def check_every_step(engine: Engine) -> list[tuple[_Size, bool]]:
     forward, pool = runner._steps.forward, runner.kv_cache.pool
     steps: list[tuple[_Size, bool]] = []
 
-    def both(batch: Batch, choices: Choices | None = None) -> Tensor:
-        before = pool.clone()
-        recorded = forward(batch, choices).clone()
+    def both(layout: Layout, choices: Choices | None = None) -> Tensor:
+        before, batch = pool.clone(), layout.batch(pool.device)
+        recorded = forward(layout, choices).clone()
         written = pool.clone()
         pool.copy_(before)
         plain = runner.decoder.forward(batch.token_ids, pool, batch.metadata, batch.sample_rows, choices)
