@@ -22,7 +22,7 @@ from engine.sampling_params import SamplingParams
 from engine.template_errors import TEMPLATE_ERRORS
 from engine.text import OutputText, TextDecoder
 from engine.token_logprobs import TokenLogprobs
-from engine.tokenizer import has_tokenizer, load_tokenizer
+from engine.tokenizer import has_tokenizer, load_tokenizer, reading_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -277,7 +277,8 @@ class LLM:
                 ) from error
             text = str(rendered)
             check_text(f"messages[{place}]" if several else "messages", text, "messages")
-            prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
+            with reading_text("text"):
+                prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
         return self._generate(prompts, params, stop, namespace, progress, continues_text=continue_final_message)
 
     def _run(self, running: dict[str, _Collected], progress: bool) -> None:
@@ -341,8 +342,9 @@ class LLM:
         """A prompt's token ids; whether the model has them is checked later."""
         if isinstance(prompt, str):
             check_text(f"prompts[{place}]", prompt, "prompt")
-            ids: list[int] = self.tokenizer.encode(prompt)
-            return ids
+            with reading_text("text"):
+                ids: list[int] = self.tokenizer.encode(prompt)
+                return ids
         if hasattr(prompt, "tolist"):  # an array or a tensor
             prompt = prompt.tolist()
         if not isinstance(prompt, list | tuple | range):
@@ -370,7 +372,8 @@ class LLM:
         decoder = self._decoder
         if isinstance(decoder, str):
             shown = made[:-1] if reason is FinishReason.STOP else made
-            return str(self.tokenizer.decode(shown, skip_special_tokens=True))
+            with reading_text("tokens"):
+                return str(self.tokenizer.decode(shown, skip_special_tokens=True))
         return _output_text(decoder, continues_text, (), 0).push(made, reason)
 
     def _result(self, collected: _Collected, continues_text: bool, decodes: bool) -> RequestResult:

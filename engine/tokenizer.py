@@ -1,11 +1,13 @@
-"""Load the tokenizer of a model folder."""
+"""Load the tokenizer of a model folder, and turn what its library fails on into errors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import ConfigError, one_line
+from engine.errors import ConfigError, InvalidRequestError, one_line, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,12 +37,31 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except BaseException as error:
-        if not isinstance(error, Exception) and not _is_panic(error):
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise ConfigError(f"the tokenizer in {folder} cannot be read: {one_line(error)}") from error
     return tokenizer
 
 
-def _is_panic(error: BaseException) -> bool:
+@contextmanager
+def reading_text(what: str) -> Iterator[None]:
+    """Around a call of the library with ``what`` a client sent: a text or tokens.
+
+    Some tokenizers have no token for some texts. On others, the library runs into a defect, or into the limit
+    of steps of a regular expression.
+
+    Raises:
+        InvalidRequestError: the library failed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and not is_panic(error):  # its errors have no class of their own
+            raise
+        reason = shown(one_line(error))
+        raise InvalidRequestError(f"the model's tokenizer fails on the {what}: {reason}") from error
+
+
+def is_panic(error: BaseException) -> bool:
     """Whether a library in Rust gave up: its error is no ``Exception``, and its class cannot be imported."""
     return type(error).__name__ == "PanicException"

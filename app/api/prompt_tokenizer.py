@@ -21,9 +21,10 @@ from app.api.tokenizer_parts import TokenizerParts
 from app.api.tools.conversation import plain_turns, turns, with_values
 from app.api.tools.families import ModelFamily
 from app.api.tools.tool_use import NO_TOOLS, Tool, ToolUse
-from engine.errors import InvalidRequestError, one_line
+from engine.errors import ConfigError, InvalidRequestError, one_line
 from engine.template_errors import TEMPLATE_ERRORS
 from engine.text import TextDecoder
+from engine.tokenizer import reading_text
 
 INLINE_CHARS = 2000
 """Texts up to this length are tokenized on the event loop, in under a millisecond; longer ones in a thread."""
@@ -65,7 +66,7 @@ class PromptTokenizer:
     more than that, text of any length is taken, and only its end is tokenized.
 
     Raises:
-        ConfigError: tokenizers of this kind are not supported.
+        ConfigError: tokenizers of this kind are not supported, or this one does not work.
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
@@ -75,7 +76,7 @@ class PromptTokenizer:
         self._backend = _whole(parts.backend)
         self._plain = _whole(parts.backend)
         self._plain.encode_special_tokens = True  # it reads special tokens' names as ordinary text
-        self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        self._longest_token = max([1, *map(len, self._backend.get_vocab(with_added_tokens=True))])
         self._bos: tuple[str, int] | None = None
         bos = parts.special_tokens.get("bos_token")
         bos_id = None if bos is None else self._backend.token_to_id(bos)
@@ -244,11 +245,13 @@ class PromptTokenizer:
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of a few tokens of the vocabulary, special tokens included."""
-        return str(self._backend.decode(tokens, skip_special_tokens=False))
+        with reading_text("tokens"):
+            return str(self._backend.decode(tokens, skip_special_tokens=False))
 
     def words_of(self, tokens: Sequence[int]) -> str:
         """The text of a few tokens of the vocabulary, without special tokens."""
-        return str(self._backend.decode(tokens))
+        with reading_text("tokens"):
+            return str(self._backend.decode(tokens))
 
     def _counting_end(self, text: str, max_tokens: int, keep: int | None, param: str) -> str:
         """``text``, or, where only its last ``keep`` tokens count, an end that certainly has more."""
@@ -271,14 +274,13 @@ class PromptTokenizer:
         for i, token in enumerate(tokens, first):
             if not 0 <= token < 2**32 or self._backend.id_to_token(token) is None:
                 raise InvalidRequestError(f"{name}[{i}] is {show(token)} but is not in the vocabulary", param)
-        return str(self._backend.decode(tokens, skip_special_tokens=False))
+        return self.text_of(tokens)
 
     async def _run(self, chars: int, encode: Callable[[], T], sender: str) -> T:
         return encode() if chars <= INLINE_CHARS else await self._threads.run(sender, encode)
 
     def _encode_raw(self, text: str) -> list[int]:
-        # encode_batch_fast releases the interpreter lock; encode does not.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=True)[0].ids
+        ids = _ids(self._backend, text, add_special_tokens=True)
         if self._bos is not None and text.startswith(self._bos[0]) and ids[:2] == [self._bos[1]] * 2:
             return ids[1:]
         return ids
@@ -313,8 +315,7 @@ class PromptTokenizer:
         return self._encode_masked(self._counting_end(text, max_tokens, keep, "messages"), placeholders)
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
+        return _ids(self._backend, text)
 
     def _placeholders(self, contents: Sequence[str]) -> dict[str, str]:
         """For each first character of a special token's name, a character that occurs nowhere else."""
@@ -341,8 +342,7 @@ class PromptTokenizer:
         return ids + self._encode_plain(text[begin:].translate(restored))
 
     def _encode_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids if text else []
-        return ids
+        return _ids(self._plain, text) if text else []
 
     def _render(
         self,
@@ -397,11 +397,27 @@ def _refused(error: Exception) -> InvalidRequestError:
 
 
 def _whole(backend: str) -> Tokenizer:
-    """A tokenizer that cuts nothing off and adds nothing."""
-    tokenizer = Tokenizer.from_str(backend)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    """A tokenizer that cuts nothing off and adds nothing.
+
+    Raises:
+        ConfigError: it cannot encode a space, so hardly any text.
+    """
+    try:
+        with reading_text("file"):
+            tokenizer = Tokenizer.from_str(backend)
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        _ids(tokenizer, " ")
+    except InvalidRequestError as error:
+        raise ConfigError(f"a space cannot be encoded: {error.message}") from error
     return tokenizer
+
+
+def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    with reading_text("text"):
+        # encode_batch_fast releases the interpreter lock; encode does not.
+        ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
 
 
 def _any_of(patterns: list[str]) -> re.Pattern[str] | None:

@@ -28,6 +28,7 @@ from engine.structured.grammar import Grammar, build_grammar, load_llg_tokenizer
 from engine.structured.lexers import LIMIT, CompiledForm, LexerMemory
 from engine.structured.round_robin_queue import RoundRobinQueue
 from engine.structured_output import StructuredOutput
+from engine.tokenizer import is_panic
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -226,7 +227,9 @@ class GrammarCompiler:
         if not reason:
             try:
                 return load_llg_tokenizer(self._folder, self._vocab_size, self._end_token_ids)
-            except (ConfigError, ValueError, ImportError) as error:
+            except BaseException as error:
+                if not isinstance(error, (ConfigError, ValueError, ImportError)) and not is_panic(error):
+                    raise
                 reason = one_line(error)
         raise InvalidRequestError(
             f"this model's output cannot be constrained to a form: {reason}; leave structured output out",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from model_checkpoints import VOCAB, save_tiny
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine import LLM, SamplingParams
@@ -110,6 +110,21 @@ def test_what_a_chat_template_raises_is_a_refusal(llm: LLM) -> None:
     for template in ("{{ 1 / 0 }}", "{% for _ in range(10 ** 9) %}{% endfor %}", endless):
         with pytest.raises(InvalidRequestError, match="the chat template rejects"):
             llm.chat(ASK, GREEDY, chat_template_kwargs={"chat_template": template})
+
+
+def test_text_that_the_tokenizers_library_fails_on_is_refused(llm: LLM) -> None:
+    """Its panic is no ``Exception``, and would end a program that catches those."""
+    backend = llm.tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    before, backend.pre_tokenizer = backend.pre_tokenizer, pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    try:
+        for ask in (
+            lambda text: llm.generate([text], GREEDY),
+            lambda text: llm.chat([{**ASK[0], "content": text}]),
+        ):
+            with pytest.raises(InvalidRequestError, match="the model's tokenizer fails on the text: 'Onig"):
+                ask("a" * 40 + "b")
+    finally:
+        backend.pre_tokenizer = before
 
 
 def save_words(folder: Path, decoder: decoders.Decoder) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from local_server import COUNT, MODEL, POOL, LocalServer, is_idle, wait_until
+from local_server import COUNT, MODEL, POOL, LocalServer, is_idle, serve_locally, wait_until
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from app.api.request_body import MAX_BODY_BYTES
 from clients.neighbors import malformed
+from engine.config import EngineConfig
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 COMPLETIONS = "/v1/completions"
@@ -325,3 +329,32 @@ def test_an_unknown_model_is_not_retrieved(http: httpx.Client) -> None:
 def test_bad_input_left_nothing_behind(server: LocalServer, http: httpx.Client) -> None:
     wait_until(lambda: is_idle(server))
     assert http.post("/v1/completions", json=COUNT).status_code == 200
+
+
+def test_a_text_that_the_tokenizers_library_fails_on_gets_an_error_of_its_own(
+    small_model: Path, tmp_path: Path
+) -> None:
+    """Its panic is no ``Exception``."""
+    folder = shutil.copytree(small_model, tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex("(a+)+$"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = EngineConfig(model=str(folder), dtype="float32", max_model_len=512, num_blocks=64, num_threads=1)
+    with (
+        serve_locally(folder, config, MODEL) as server,
+        httpx.Client(base_url=server.url, timeout=300) as client,
+    ):
+        text = "a" * 40 + "b"
+        for path, body in (
+            (COMPLETIONS, {"prompt": text}),
+            (CHAT, {"messages": [{"role": "user", "content": text}]}),
+            ("/tokenize", {"prompt": text}),
+            (COMPLETIONS, {"prompt": "b", "bad_words": [text]}),
+        ):
+            refused = client.post(path, json={"model": MODEL, **body})
+            assert refused.status_code == 400
+            assert "the model's tokenizer fails on the text: 'Onig" in refused.json()["error"]["message"]
+        answered = client.post(COMPLETIONS, json={"model": MODEL, "prompt": "b", "max_tokens": 2})
+        assert answered.json()["usage"]["completion_tokens"] == 2

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -16,7 +17,7 @@ from app.api.chat_messages import ChatMessage, ToolCall
 from app.api.output_options import TemplateOptions
 from app.api.prompt_tokenizer import INLINE_CHARS, PromptTokenizer
 from app.api.tokenizer_parts import TokenizerParts
-from engine.errors import InvalidRequestError
+from engine.errors import ConfigError, InvalidRequestError
 
 CAPITAL = [
     ChatMessage("system", "You are a helpful assistant."),
@@ -271,6 +272,62 @@ def test_only_the_end_of_a_long_text_is_tokenized_where_only_that_counts(
             asyncio.run(tokenizer.encode_texts([text], 512, keep=keep))
         with pytest.raises(InvalidRequestError, match="exceeds the context length of 512 tokens"):
             asyncio.run(tokenizer.encode_chat(chat, 512, keep=keep))
+
+
+def made_of(backend: Tokenizer) -> PromptTokenizer:
+    return PromptTokenizer(TokenizerParts(backend.to_str(), "{{ messages[0].content }}", {}))
+
+
+def failing() -> Iterator[tuple[Tokenizer, str]]:
+    """Tokenizers, and texts on which their library fails."""
+    limited = Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2}, []))
+    limited.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    yield limited, "a" * 40 + "b"  # a panic: the expression takes too many steps
+    unknown = Tokenizer(models.WordLevel({"ab": 0, "b": 1}, unk_token="<unk>"))
+    unknown.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    yield unknown, "c"  # an error: there is no such token
+
+
+@pytest.mark.parametrize("long", [0, INLINE_CHARS])
+def test_a_text_that_the_library_fails_on_is_refused_alone(long: int) -> None:
+    for backend, text in failing():
+        backend.decoder = decoders.ByteLevel()
+        tokenizer = made_of(backend)
+        text += " b" * (long // 2)
+
+        async def both(tokenizer: PromptTokenizer = tokenizer, text: str = text) -> None:
+            for refused in (
+                tokenizer.encode_texts([text], 8192),
+                tokenizer.encode_texts([text], 8192, add_special_tokens=False),
+                tokenizer.encode_chat([ChatMessage("user", text)], 8192),
+                tokenizer.encode_words([text]),
+            ):
+                with pytest.raises(
+                    InvalidRequestError, match="the model's tokenizer fails on the text: '"
+                ) as found:
+                    await refused
+                assert len(found.value.message) < 200
+
+        asyncio.run(both())
+        assert text_ids(tokenizer, "b") == [1]
+
+
+def test_a_tokenizer_that_reads_no_text_is_a_start_up_error() -> None:
+    backend = Tokenizer(models.BPE({"a": 0}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.FixedLength(length=0)
+    with pytest.raises(
+        ConfigError, match="a space cannot be encoded: the model's tokenizer fails on the text: 'chunk size"
+    ):
+        made_of(backend)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert text_ids(made_of(backend), "aba") == [0, 0]
+
+
+def test_an_empty_vocabulary_breaks_nothing_else() -> None:
+    backend = Tokenizer(models.BPE({}, []))
+    backend.decoder = decoders.ByteLevel()
+    assert text_ids(made_of(backend), "ab") == []
 
 
 def test_a_raw_prompt_begins_with_one_beginning(tmp_path: Path) -> None:

@@ -634,6 +634,19 @@ def test_after_a_warm_up_the_first_grammars_find_all_loaded(
     compiler.warm_up()  # too late, which harms nobody
 
 
+def test_a_tokenizer_that_the_library_fails_on_holds_no_form(tmp_path: Path) -> None:
+    """It panics where the numbers of tokens have gaps."""
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 300}, []))
+    tokenizer.add_tokens(["b"])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    compiler = GrammarCompiler(tmp_path, 3, (0,), checked=True)
+    compiler.warm_up()
+    with pytest.raises(InvalidRequestError, match="cannot be constrained to a form: index out of bounds"):
+        compiler.submit(PERSON).result(60)
+    compiler.close()
+
+
 def test_a_model_that_no_form_can_hold_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
