@@ -146,6 +146,9 @@ def test_an_unknown_kind_of_tokenizer_is_refused_by_name() -> None:
     tokenizer.decoder = decoders.WordPiece()
     with pytest.raises(ConfigError, match="WordPiece"):
         TextDecoder(tokenizer)
+    tokenizer.decoder = decoders.Replace("a", "b")
+    with pytest.raises(ConfigError, match="Replace"):
+        TextDecoder(tokenizer)
 
 
 def first_stop(text: str, stops: list[str]) -> str:

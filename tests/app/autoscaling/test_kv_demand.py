@@ -42,6 +42,12 @@ def test_pools_without_work_are_no_demand() -> None:
     assert settled(2, stats(0.0), stats(0.0), config=ScalingConfig(reserve=0.0)).target == 1
 
 
+def test_without_work_the_reserve_stays_unless_no_replica_has_to() -> None:
+    config = ScalingConfig(reserve=2.0)
+    assert settled(2, stats(0.0), stats(0.0), config=config).target == 2
+    assert settled(2, stats(0.0), stats(0.0), config=config, minimum=0).target == 1
+
+
 def test_a_share_of_the_expected_growth_counts() -> None:
     reports = [stats(600.0, growth_blocks=600.0)] * 2
     config = ScalingConfig(reserve=0.0, growth_share=0.5)

@@ -17,7 +17,7 @@ from index_support import claimed
 from app.routing.kv_index import KvIndex
 from app.routing.ledger import REMEMBERED, Ledger, NoRouteError, Route
 from app.routing.policies import Policy
-from app.routing.requirement import Requirement
+from app.routing.requirement import UNKNOWN_BUILD, Requirement
 from app.routing.routing_meta import RoutingMeta
 from engine.sampling_params import SamplingParams
 
@@ -100,6 +100,33 @@ def test_late_close_leaves_a_newer_epoch_open() -> None:
     booking = ledger.booking(1)
     assert booking is not None
     assert booking.route == newer
+
+
+def test_a_broken_route_keeps_its_attempts_and_gets_nothing_new() -> None:
+    index = KvIndex()
+    ledger = Ledger(index=index)
+    for route in (A, B):
+        ledger.open(route)
+    there = [attempt for attempt in range(6) if book(ledger, attempt) == "a"]
+    assert ledger.hold(Route("a", 99)) == []
+    assert ledger.routable() == ["a", "b"]
+    assert ledger.hold(A) == there
+    assert {book(ledger, attempt) for attempt in range(6, 10)} == {"b"}
+    assert index.replicas == ["b"]
+    assert ledger.load()["a"] == 15 * len(there)
+
+
+def test_the_next_route_takes_over_the_attempts_that_resume_and_ends_the_others() -> None:
+    ledger, again = ledger_of(A), Route("a", 9)
+    for attempt in range(4):
+        book(ledger, attempt)
+    ledger.hold(A)
+    assert ledger.reopen(A, again, None, UNKNOWN_BUILD, {1, 3}) == [0, 2]
+    assert (ledger.routable(), ledger.load()) == (["a"], {"a": 30})
+    with pytest.raises(NoRouteError, match="attempt 0 is over"):
+        ledger.book(RoutingMeta("r0", 0, 10, 5))
+    assert ledger.close(A) == []
+    assert ledger.close(again) == [1, 3]
 
 
 def test_suspects_get_nothing_new_but_keep_what_they_have() -> None:
