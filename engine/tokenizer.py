@@ -29,7 +29,10 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         ConfigError: there is none, or it cannot be read.
     """
     if not has_tokenizer(folder):
-        raise ConfigError(f"{folder} has no tokenizer ({', '.join(_FILES)}); give prompts as token ids")
+        raise ConfigError(
+            f"{folder} has no tokenizer ({', '.join(_FILES)}), without which only the offline engine works, "
+            "with prompts as token ids"
+        )
     from transformers import AutoTokenizer
 
     try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from app import config
@@ -19,6 +21,7 @@ from app.launch.preflight import check_memory_of_models, check_port, naming
 from app.launch.terminal import ReplicaWatch, Say, Started, announce, shared_cores
 from engine.devices import usable_cores
 from engine.errors import ConfigError
+from engine.models.folders import is_bundled
 
 WATCH_EVERY_S = 10.0
 """Each check takes 15 to 25 ms of CPU time in the launcher and Serve's controller together."""
@@ -47,7 +50,7 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
         args["models"] = options.service.models
     folders = []
     for model in models:
-        with naming(model):
+        with naming(model), _leaving_at_once(model.options.service.model):
             folders.append(model_store.resolve(model.options.service.model))
     fits = check_memory_of_models(models, folders)
     if any(fit.pool is not None for fit in fits):
@@ -100,6 +103,18 @@ def serve_here(given: Mapping[str, Any], say: Say = print) -> None:
     finally:
         server.stop()
         instance.remove(keep_files=failed)
+
+
+@contextmanager
+def _leaving_at_once(model: str) -> Iterator[None]:
+    """Let an interrupt end the process; otherwise the hub's threads would first finish their files."""
+    numbers = () if is_bundled(model) else (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda *_: os._exit(0)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _on_interrupt(stop: threading.Event) -> None:

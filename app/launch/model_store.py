@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from http import HTTPStatus
 from pathlib import Path
 
 from engine.errors import ConfigError
@@ -73,6 +74,11 @@ def resolve(model: str, weights: bool = True) -> Path:
     folder = at_home(model)
     if folder.is_dir():
         return folder.resolve()
+    if os.path.isfile(folder):  # Path's method raises for long names
+        raise ConfigError(
+            f"model {model!r} is a file; it must be a folder with config.json, a tokenizer, and weights in "
+            "safetensors"
+        )
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(
             f"model {model!r} is not a folder, not a hub id such as 'Qwen/Qwen3-0.6B', and not the built-in "
@@ -269,7 +275,7 @@ def _from_hub(model: str, files: list[str]) -> Path:
     )
 
     try:
-        return Path(snapshot_download(model, allow_patterns=files, ignore_patterns=_HUB_IGNORED))
+        folder = Path(snapshot_download(model, allow_patterns=files, ignore_patterns=_HUB_IGNORED))
     except GatedRepoError as error:
         raise ConfigError(f"model {model}: accept its license on the hub, then set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
@@ -279,13 +285,27 @@ def _from_hub(model: str, files: list[str]) -> Path:
     except HFValidationError as error:
         raise ConfigError(f"model {model!r} is not a valid hub id") from error
     except LocalEntryNotFoundError as error:
+        answer = error.__cause__  # if the hub answered, but with an error
+        why = _first_line(answer) if isinstance(answer, HfHubHTTPError) else "the hub cannot be reached"
         raise ConfigError(
-            f"model {model} is not in the hub's cache and the hub cannot be reached; set model to a folder"
+            f"model {model} is not in the hub's cache and {why}; set model to a folder"
         ) from error
     except (HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        if isinstance(error, HfHubHTTPError) and error.response.status_code == HTTPStatus.UNAUTHORIZED:
+            raise ConfigError(f"model {model}: the hub does not accept HF_TOKEN") from error
         cure = "; HF_HOME names another folder" if error.errno in _NO_PLACE else ""
-        raise ConfigError(f"model {model} could not be fetched from the hub: {reason[0]}{cure}") from error
+        raise ConfigError(
+            f"model {model} could not be fetched from the hub: {_first_line(error)}{cure}"
+        ) from error
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model {model} has no config.json on the hub; Quire reads safetensors, not GGUF or other formats"
+        )
+    return folder
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def main(arguments: list[str] | None = None) -> int:

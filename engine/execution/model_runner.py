@@ -25,7 +25,7 @@ from engine.kv.kv_cache import KVCache
 from engine.kv.pool_size import available_memory, free_ram, plan_pool
 from engine.kv.transfers import Transfers
 from engine.models.config import ModelConfig, context_length
-from engine.models.folders import local_folder
+from engine.models.folders import local_folder, name_of
 from engine.models.identity import ModelIdentity, model_revision, tokenizer_digest
 from engine.models.loader import load_model
 from engine.prompt_logprobs import PromptLogprobs
@@ -118,7 +118,7 @@ class ModelRunner:
         self._probe_cache = KVCache(self.model, 1, 1, self.dtype, self.device)
         logger.info(
             "%s (%s, %.0f M parameters) in %s on %s with %s kernels, %s",
-            folder.name,
+            name_of(folder),
             self.model.architecture,
             self.model.num_parameters / 1e6,
             types.removeprefix("torch."),

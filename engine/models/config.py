@@ -489,12 +489,22 @@ def _mscale(rope: Fields, key: str) -> float | None:
     return None if rope.raw.get(key) in (None, 0) else rope.positive(key, 1.0, MAX_FACTOR)
 
 
+def _instead(folder: Path) -> str:
+    """What a folder without ``config.json`` is, if it is one that users often take for a model's."""
+    if next(folder.glob("*.gguf"), None):
+        return "; weights must be in safetensors, not GGUF"
+    inner = next(folder.glob("snapshots/*/config.json"), None)  # as in the hub's cache
+    return "" if inner is None else f"; did you mean {inner.parent}?"
+
+
 def _read_json(path: Path, required: bool) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if required:
-            raise ConfigError(f"{path.parent} has no {path.name}, so it is not a model folder") from None
+            raise ConfigError(
+                f"{path.parent} has no {path.name}, so it is not a model folder{_instead(path.parent)}"
+            ) from None
         return {}
     except RecursionError:
         raise ConfigError(f"cannot read {path}: it nests too deeply") from None

@@ -38,6 +38,12 @@ def at_home(path: str | Path) -> Path:
         return Path(path)
 
 
+def name_of(folder: Path) -> str:
+    """The model's name by its folder, also in the hub's cache, where folders have the names of commits."""
+    name = folder.parent.parent.name if folder.parent.name == "snapshots" else folder.name
+    return name.removeprefix("models--").replace("--", "/")
+
+
 def local_folder(model: str | Path) -> Path:
     """The folder of a model that is already on this machine: a path, the bundled name, or a cached hub id.
 

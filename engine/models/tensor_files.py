@@ -9,6 +9,8 @@ from typing import Any, Self
 from engine.errors import ConfigError
 from engine.models.weight_files import weight_files
 
+_POINTER = b"version https://git-lfs"
+
 
 class TensorFiles:
     """The files of one folder, mapped and their headers checked. Tensors are read by :class:`Checkpoint`.
@@ -57,7 +59,8 @@ class TensorFiles:
                 self._files[path.name] = handle
                 names = [str(name) for name in handle.keys()]  # type: ignore[no-untyped-call]  # noqa: SIM118
             except (OSError, SafetensorError) as error:
-                raise ConfigError(f"cannot read {path}: {error}") from error
+                why = "it is a pointer of Git LFS; run 'git lfs pull'" if _is_pointer(path) else error
+                raise ConfigError(f"cannot read {path}: {why}") from error
             for name in names:
                 if name in file_of:
                     raise ConfigError(
@@ -70,3 +73,12 @@ class TensorFiles:
         if name not in self._file_of:
             raise ConfigError(f"{self.folder}: tensor {name} is missing from the checkpoint")
         return self._files[self._file_of[name]]
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether Git LFS would replace the file, which is what a clone without LFS has."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False

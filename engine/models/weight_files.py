@@ -43,5 +43,6 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{folder} has only pickled weights ({pickles[0]}), which can run code when read; "
                 "convert them to safetensors"
             )
-        raise ConfigError(f"{folder} has no *.safetensors file, so there are no weights to load")
+        gguf = "; GGUF is not read" if next(folder.glob("*.gguf"), None) else ""
+        raise ConfigError(f"{folder} has no *.safetensors file, so there are no weights to load{gguf}")
     return files

@@ -33,5 +33,5 @@ def test_a_tokenizer_in_which_the_library_panics_is_one_line(tmp_path: Path) -> 
 
 
 def test_without_a_tokenizer_prompts_are_token_ids(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give prompts as token ids"):
+    with pytest.raises(ConfigError, match="only the offline engine works, with prompts as token ids"):
         load_tokenizer(tmp_path)

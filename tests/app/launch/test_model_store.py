@@ -5,10 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -122,27 +127,96 @@ class FakeHub(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-def test_each_node_fetches_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights in safetensors, configuration and tokenizer, once; nodes are caches here."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+class RefusingHub(FakeHub):
+    """It answers the first question about a model with the status in the model's name."""
+
+    FILES: ClassVar[dict[str, bytes]] = {"model-Q4.gguf": b"weights"}
+
+    def do_GET(self) -> None:
+        status = re.search(r"/status-(\d+)/revision/", self.path)
+        if status:
+            self.send_error(int(status[1]))
+        else:
+            super().do_GET()
+
+
+@contextmanager
+def serving(hub: type[FakeHub]) -> Iterator[str]:
+    """The address of a hub."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def use(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
     )
+
+
+def test_each_node_fetches_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in safetensors, configuration and tokenizer, once; nodes are caches here."""
     monkeypatch.setattr(FakeHub, "fetched", Counter())
-    try:
+    with serving(FakeHub) as url:
+        use(url, monkeypatch)
         for node in ("first", "second", "first"):
             monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / node))
             folder = resolve("org/model")
             assert tmp_path / node in folder.parents
             assert sorted(path.name for path in folder.iterdir()) == WANTED
             assert (folder / "model.safetensors").read_bytes() == b"weights"
-    finally:
-        server.shutdown()
-        server.server_close()
     assert FakeHub.fetched == dict.fromkeys(WANTED, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("org/status-401", "model org/status-401: the hub does not accept HF_TOKEN$"),
+        (
+            "org/status-429",
+            "model org/status-429 is not in the hub's cache and .*429.*[^.]; set model to a folder$",
+        ),
+        ("org/gguf", "model org/gguf has no config.json on the hub; Quire reads safetensors, not GGUF"),
+    ],
+)
+def test_what_the_hub_says_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, told: str
+) -> None:
+    with serving(RefusingHub) as url:
+        use(url, monkeypatch)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        with pytest.raises(ConfigError, match=told):
+            resolve(model)
+
+
+def test_an_interrupt_does_not_wait_for_a_download(tmp_path: Path) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    class Slow(FakeHub):
+        def answer(self, data: bytes, body: bool = True) -> None:
+            if data == b"weights" and body:
+                begun.set()
+                ended.wait()
+            super().answer(data, body)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with serving(Slow) as url:
+        settings = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "app", "model=org/model", f"port={port}"]
+        try:
+            with subprocess.Popen(command, env=settings, stderr=subprocess.DEVNULL) as process:
+                assert begun.wait(120)
+                process.send_signal(signal.SIGINT)
+                assert process.wait(120) == 0
+        finally:
+            ended.set()
 
 
 def test_wrong_bytes_are_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
+from engine.models.folders import name_of
 from engine.models.identity import model_revision
 from engine.models.loader import load_model
 from kernels.reference import ReferenceKernels
@@ -164,6 +165,31 @@ def test_only_pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"only pickled weights \(pytorch_model\.bin\)"):
         load(folder)
+
+
+def test_formats_that_are_not_read_are_named(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\n")
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors: it is a pointer of Git LFS; run 'git lfs pull'$"
+    ):
+        load(folder)
+    weights.rename(folder / "model.gguf")
+    with pytest.raises(ConfigError, match=r"no weights to load; GGUF is not read$"):
+        load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"not a model folder; weights must be in safetensors, not GGUF$"):
+        load(folder)
+
+
+def test_the_folder_of_a_model_in_the_hubs_cache_is_pointed_to(folder: Path) -> None:
+    inner = folder / "models--org--name" / "snapshots" / "0a1b"
+    inner.mkdir(parents=True)
+    shutil.copy(folder / "config.json", inner)
+    with pytest.raises(ConfigError, match=f"not a model folder; did you mean {inner}\\?$"):
+        load(inner.parents[1])
+    assert name_of(inner) == "org/name"
+    assert name_of(folder) == folder.name
 
 
 def test_a_damaged_file_is_refused(folder: Path) -> None:
