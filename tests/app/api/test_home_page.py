@@ -33,7 +33,7 @@ IDLE = "document.getElementById('send').textContent === 'Send'"
 
 def send(tab: chromium.Tab, text: str) -> None:
     """Write a message, send it with Enter, and wait until it has been answered."""
-    tab.run("document.getElementById('text').focus()")
+    tab.run("document.getElementById('text').focus(); document.getElementById('text').select()")
     tab.send("Input.insertText", text=text)
     tab.press("Enter", 13, "\r")
     tab.until(f"document.querySelectorAll('.user').length && {IDLE}")
@@ -76,7 +76,8 @@ def test_a_chat_arrives_piece_by_piece_and_errors_say_what_is_wrong(
             "user",
         ]
         assert len(alerts(tab)) == 1
-        assert "exceeds the context length of 512 tokens" in alerts(tab)[0]
+        assert "exceeds the context length of 512 tokens; reload the page to begin a new chat" in alerts(tab)[0]
+        assert tab.run("document.getElementById('text').value.length") == len("word " * 600) - 1
         for width in (390, 1280):
             tab.look(width, 900, dark=False)
             assert tab.run("document.documentElement.scrollWidth") <= width
@@ -88,6 +89,60 @@ def test_a_chat_arrives_piece_by_piece_and_errors_say_what_is_wrong(
         assert "API key" in alerts(tab)[1]
         tab.run("refresh()")
         tab.until("document.getElementById('state').textContent.includes('API key')")
+
+
+@pytest.mark.skipif(chromium.PATH is None, reason="there is no Chromium")
+def test_what_becomes_of_an_answer_is_told(server: LocalServer, tmp_path: Path) -> None:
+    """One that is long, is stopped, has no words, or ends with its connection."""
+    with chromium.tab(tmp_path) as tab:
+        tab.look(390, 600, dark=False)
+        tab.open(server.url)
+        tab.until("document.getElementById('model').textContent !== '…'")
+        pace = "document.getElementById('pace').textContent"
+        bottom = "Math.round(document.getElementById('form').getBoundingClientRect().bottom - innerHeight)"
+        # Answers whose pieces the test hands out.
+        tab.run("""
+            window.fetch = async (url, how) => new Response(new ReadableStream({ start(stream) {
+              window.piece = (text) => stream.enqueue(new TextEncoder().encode(`data: ${text}\\n\\n`));
+              window.end = () => stream.close();
+              window.break_off = () => stream.error(new TypeError("network error"));
+              how.signal.addEventListener("abort", () => stream.error(how.signal.reason));
+            } }));
+            window.word = (content) => piece(JSON.stringify({ choices: [{ delta: { content } }] }));
+            0""")
+
+        def ask(then: str) -> None:
+            tab.run("window.piece = null; document.getElementById('text').value = 'Go on.'; 0")
+            tab.run("document.getElementById('form').requestSubmit()")
+            tab.until("window.piece")
+            tab.run(f"{then}; 0")
+
+        ask("for (let i = 0; i < 400; i++) word('many words ')")
+        tab.until("document.querySelector('.assistant').textContent.length === 4400")
+        assert tab.run(bottom) <= 0, "the reader sees the end of the answer"
+        tab.run("scrollTo(0, 0)")
+        tab.run("word('x'.repeat(4000)); piece('[DONE]'); end(); 0")
+        tab.until(IDLE)
+        assert "first token after" in tab.run(pace)
+
+        ask("document.getElementById('send').click()")
+        tab.until(IDLE)
+        assert (tab.run(pace), alerts(tab)) == ("", []), "not the pace of the answer before"
+        assert tab.run(bottom) <= 0
+
+        ask("piece('[DONE]'); end()")
+        tab.until(IDLE)
+        assert tab.run(pace) == "The model ended its answer before the first word."
+
+        ask("word('Half'); break_off()")
+        tab.until(IDLE)
+        assert alerts(tab) == ["the connection closed before the answer was complete"]
+        assert tab.run("document.getElementById('text').value") == ""
+
+        tab.run("window.fetch = async () => { throw new TypeError('Failed to fetch'); }; 0")
+        send(tab, "Hello?")
+        assert alerts(tab)[1:] == ["the server does not answer"]
+        assert tab.run("document.getElementById('text').value") == "Hello?"
 
 
 def test_an_answer_has_a_limit_and_is_the_likeliest(server: LocalServer) -> None:
