@@ -43,6 +43,8 @@ def version_of(options: AppConfig, deployment: option_groups.Deployment, replica
         "options": options.fixed(deployment),
         "class": f"{replica_class.__module__}.{replica_class.__qualname__}",
         "code": _code(),
+        # Of replicas that start with a fixed number, Serve never sends the policy a report.
+        "reports": deployment == "engine" and options.scaling.scales,
     }
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 

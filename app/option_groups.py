@@ -269,7 +269,8 @@ class ScalingOptions(Group):
     )
     max_replicas: int | None = option(
         None,
-        "Scale the number of engines with demand, up to this many. `auto`: a fixed number, `engine_replicas`",
+        "Scale the number of engines with demand, up to this many. `auto`: a fixed number, `engine_replicas`. "
+        "Setting or removing it restarts engines, too; another number does not",
         restarts=("ingress",),
         ge=1,
         le=MAX_REPLICAS,

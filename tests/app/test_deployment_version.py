@@ -106,7 +106,18 @@ def test_serve_knows_what_restarts_haproxy_soon() -> None:
 def test_an_option_restarts_what_it_concerns(name: str) -> None:
     before, after = changed(), changed(name)
     restarted = {one for one in before if before[one].version != after[one].version}
-    assert restarted == set(config.OPTIONS[name].restarts)
+    reports = {"engine"} if name == "max_replicas" else set()  # Serve passes on those of new replicas only
+    assert restarted == set(config.OPTIONS[name].restarts) | reports
+
+
+def test_engines_restart_when_their_number_begins_or_ceases_to_follow_demand() -> None:
+    fixed, three, four = (
+        as_serve_gets_them(),
+        as_serve_gets_them(max_replicas=3),
+        as_serve_gets_them(max_replicas=4),
+    )
+    assert restarted(fixed, three) == restarted(three, fixed) == {"ingress", "engine"}
+    assert restarted(three, four) == {"ingress"}
 
 
 def test_what_the_names_promise() -> None:
@@ -182,7 +193,7 @@ def test_another_model_restarts_no_engine_of_the_others() -> None:
     [
         ({"dtype": "float16"}, {"engine-b"}),
         ({"kv_memory": "1GiB"}, {"engine-b"}),
-        ({"max_replicas": 3}, {"ingress"}),
+        ({"max_replicas": 3}, {"ingress", "engine-b"}),
         ({"tool_parser": "mistral"}, {"ingress"}),
         ({"model": "/models/other"}, {"ingress", "engine-b"}),
     ],

@@ -156,6 +156,13 @@ DEPLOYS: list[Fault] = [
         "engines of the release before talk to ingresses of this one",
     ),
     Fault(
+        "app/deployment_version.py",
+        '        "reports": deployment == "engine" and options.scaling.scales,\n',
+        "",
+        _VERSION,
+        "a deploy that adds max_replicas leaves engines whose reports never reach the policy",
+    ),
+    Fault(
         "app/application.py",
         "        max_surge_percent=100,\n",
         "",
