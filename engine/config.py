@@ -63,7 +63,8 @@ class EngineOptions:
     weights: WeightsOption = option(
         "auto",
         "Format of matrices on a CPU: `model`, in `dtype`; `int8`; or `int4`. `auto`: 4 bits if the "
-        "checkpoint's matrices came from 4-bit codes, which are then kept exactly; otherwise `dtype`",
+        "checkpoint's matrices came from 4-bit codes, which are then kept exactly; otherwise, with "
+        "`dtype=float32`, and on CPUs with AMX, `dtype`",
     )
     device: str = option("auto", "`cpu` or `cuda`. `auto`: CUDA if there is a GPU")
     kernels: str = option("auto", "Kernels: `cpu`, `triton`, or `reference`. `auto`: by device")
