@@ -43,6 +43,9 @@ LATER_S = 5.0
 RETRY_S = 30.0
 """Pause before one of several models that could not be loaded is tried again."""
 
+ENDED_WITHIN_S = 1.0
+"""How long a server that is about to be killed waits for clients to read that it is."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -168,6 +171,19 @@ class IngressReplica:
         """By Serve handle only, broadcast to all ingress replicas; see ``EngineClient.cordon``."""
         for model in self._models.values():
             await model.client.cordon(replicas, lasts_s, after_s)
+
+    async def end_requests(self) -> None:
+        """This process is about to be killed: end all requests with an error, and wait a little for them.
+
+        By Serve handle only. Later requests end so, too. A stream that is merely cut looks complete to some
+        clients.
+        """
+        for model in self._models.values():
+            model.client.end_requests()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ENDED_WITHIN_S):
+                while self.server.live.count:  # noqa: ASYNC110  (they end on their own)
+                    await asyncio.sleep(0.01)
 
     async def check_health(self) -> None:
         """Called by Serve's controller, which replaces this replica after three failures.

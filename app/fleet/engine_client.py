@@ -148,13 +148,17 @@ class EngineClient:
             drainer = Drainer(channels.fleet, attempts.running, channels.leaving, self._background)
             self._running = _Running(channels, kv, drainer, faults, attempts)
 
-    async def stop(self) -> None:
-        """Close every channel; current and later requests end with ``UnavailableError``."""
+    def end_requests(self) -> None:
+        """Current and later requests end with ``UnavailableError``."""
         self._stopped = True
-        if self._running is None:
-            return
         for request in list(self._requests):
             request.fail(UnavailableError(STOPPING))
+
+    async def stop(self) -> None:
+        """Close every channel, after :meth:`end_requests`."""
+        self.end_requests()
+        if self._running is None:
+            return
         self._parts.drainer.stop()
         self._waiter.stop()
         await self._running.channels.stop()

@@ -39,6 +39,9 @@ STARTING_S, RESTARTED_S, RUNNING_S = 0.1, 0.25, 0.5
 restart, and when they run. It shares its cores with the engines; at Serve's 0.1 s it takes 4% of one while
 idle."""
 
+TOLD_WITHIN_S = 3.0
+"""How long a server that stops waits for its ingresses to end all requests."""
+
 LOADED = ("RUNNING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
 """States of replicas that have loaded; a new controller finds running ones RECOVERING."""
 
@@ -301,11 +304,16 @@ class LocalServer:
         """End Ray and every process that it leaves behind."""
         import ray
 
-        # Without Serve's own shutdown, which would wait for streams.
+        # Without Serve's own shutdown, which would wait for streams until they are complete.
         children = [
             process for process in psutil.Process().children(recursive=True) if process.pid not in self._before
         ]
         started = ray.is_initialized()
+        if self._starts is not None:
+            # In a thread, because some of Serve's calls have no timeout.
+            telling = threading.Thread(target=_end_requests, daemon=True)
+            telling.start()
+            telling.join(TOLD_WITHIN_S)
         ray.shutdown()
         # Nothing else ends what an interrupted start leaves behind.
         for process in psutil.wait_procs(children, timeout=5 if started else 0)[1]:
@@ -320,6 +328,18 @@ class LocalServer:
         except (urllib.error.URLError, ValueError, OSError):
             return {}
         return health if health.get("instance") == self._instance.name else {}
+
+
+def _end_requests() -> None:
+    """Have the ingresses tell clients of running requests that the server stops, if they can do so soon."""
+    from ray import serve
+
+    from app.application import INGRESS
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # nobody needs to know how this handle finds them
+    with contextlib.suppress(Exception):  # whatever it is, the server stops
+        handle = serve.get_deployment_handle(INGRESS, serving.APP_NAME)
+        handle.broadcast("end_requests").results(timeout_s=TOLD_WITHIN_S)
 
 
 def _unverified() -> ssl.SSLContext:

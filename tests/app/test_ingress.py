@@ -224,7 +224,7 @@ def test_requests_that_wait_for_the_tokenizer_count_as_live(
     server.set_options(monkeypatch, max_live_choices=2)
     free = threading.Event()
     for _ in range(MAX_THREADS):
-        server.tokenizer._executor.submit(free.wait)
+        server.tokenizer._threads.submit("", free.wait)
     long = {**COUNT, "prompt": "word " * (INLINE_CHARS // 5 + 1), "max_tokens": 1}
     try:
         with ThreadPoolExecutor(2) as clients:

@@ -12,6 +12,20 @@ _LAUNCHER = ("app/launch/test_launcher.py",)
 
 LAUNCH: list[Fault] = [
     Fault(
+        "app/ingress.py",
+        "            model.client.end_requests()\n",
+        "            pass\n",
+        ("app/test_ended_requests.py",),
+        "streams that a server cuts when it stops look complete",
+    ),
+    Fault(
+        "app/launch/local_server.py",
+        "            telling.start()\n            telling.join(TOLD_WITHIN_S)\n",
+        "",
+        ("app/launch/test_launcher.py",),
+        "Ctrl-C kills ingresses before they have told their clients",
+    ),
+    Fault(
         "app/launch/local_server.py",
         "        except Exception as error:  # Ray raises a bare one",
         "        except (RuntimeError, OSError) as error:  # Ray raises a bare one",

@@ -9,7 +9,7 @@ import os
 import shlex
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -787,6 +787,55 @@ def test_a_server_watches_the_room_for_its_files(tmp_path: Path, monkeypatch: py
     said: list[str] = []
     launcher.serve_here({"port": str(free_port())}, said.append)
     assert [line.split(";")[0] for line in said[-2:]] == ["too little", "stopping (up to half a minute) ..."]
+
+
+class Told:
+    """In Serve's place: the handle of the ingresses, which answer with ``answer``."""
+
+    def __init__(self, events: list[str], answer: Callable[[], None]) -> None:
+        self._events, self._answer = events, answer
+
+    def broadcast(self, method: str) -> Told:
+        self._events.append(method)
+        return self
+
+    def results(self, timeout_s: float) -> list[None]:
+        self._answer()
+        return []
+
+
+def no_answer() -> None:
+    raise RayServeException("the ingress is gone")
+
+
+@pytest.mark.parametrize("answer", [lambda: None, no_answer])
+def test_requests_end_before_the_server_is_killed(
+    monkeypatch: pytest.MonkeyPatch, instance: Instance, answer: Callable[[], None]
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr("ray.serve.get_deployment_handle", lambda name, app: Told(events, answer))
+    monkeypatch.setattr("ray.shutdown", lambda: events.append("killed"))
+    monkeypatch.setattr(local_server, "TOLD_WITHIN_S", 60.0)
+    server = local_server.LocalServer(option_groups.LaunchOptions(), instance)
+    server.stop()
+    assert events == ["killed"]  # it has deployed nothing
+    server._starts = ModelStarts([], "ingress", events.append)
+    server.stop()
+    assert events == ["killed", "end_requests", "killed"]
+
+
+def test_a_server_stops_although_its_ingresses_do_not_answer(
+    monkeypatch: pytest.MonkeyPatch, instance: Instance
+) -> None:
+    asked, over = threading.Event(), threading.Event()
+    monkeypatch.setattr("ray.serve.get_deployment_handle", lambda *_: asked.set() or over.wait())
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr(local_server, "TOLD_WITHIN_S", 0.01)
+    server = local_server.LocalServer(option_groups.LaunchOptions(), instance)
+    server._starts = ModelStarts([], "ingress", print)
+    server.stop()
+    assert asked.wait(60)
+    over.set()
 
 
 def test_a_server_outlives_what_its_lines_are_printed_to(monkeypatch: pytest.MonkeyPatch) -> None:
