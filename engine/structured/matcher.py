@@ -19,6 +19,9 @@ RESTART_TOKENS = 4
 SOON = 256
 """Tokens: a sequence that restarts again before it has made so many shares no states from then on."""
 
+NO_TOKEN = "the model has no token for what must come next; change the form so that it needs no such characters"
+"""What goes wrong where tokens spell a beginning of the form that none of them continues."""
+
 _PIECE = 16
 """Tokens that are followed again between two looks at the clock."""
 
@@ -95,12 +98,14 @@ class Matcher:
         self._grammar.form.memory.worked_s += took_s
         if not self._grammar.budget.spend(took_s, paid) and error is None:
             error = f"following it takes more than {TOKEN_S * 1000:g} ms per token; simplify it"
-        if error is not None:
-            self.mask.fill(-1)
-            return error
-        if self._last is not None:
+        if error is None and self._last is not None:
             word, bits = self._last
             self.mask[word] &= bits
+        if error is None and not self.mask.any():  # what may come next are tokens that only the tokenizer has
+            error = NO_TOKEN
+        if error is not None:
+            self.mask.fill(-1)
+            return NO_TOKEN if error.startswith("NoExtension") else error
         self._leave_out(unwanted)
         return None
 

@@ -28,7 +28,7 @@ from engine.structured.checker import NICENESS, GrammarChecker
 from engine.structured.compiler import KEPT, WORKERS, GrammarCompiler
 from engine.structured.grammar import build_grammar, load_llg_tokenizer, lowered
 from engine.structured.lexers import LEAST, LIMIT, MAX_STATE_BYTES, RESTART_S, LexerMemory, lexer_memory
-from engine.structured.matcher import Matcher
+from engine.structured.matcher import NO_TOKEN, Matcher
 from engine.structured.round_robin_queue import RoundRobinQueue
 from engine.structured_output import MAX_CHOICES, StructuredOutput
 
@@ -129,6 +129,29 @@ def test_byte_fallback_vocabularies(tmp_path: Path) -> None:
     assert allowed() == {second}
     assert matcher.advance([second], ()) is None
     assert allowed() == {2}
+
+
+@pytest.mark.parametrize("size", [4, 5, 32, 64])
+def test_a_form_that_the_tokens_cannot_spell_to_its_end_fails_with_the_cause(tmp_path: Path, size: int) -> None:
+    """A vocabulary without all bytes, in a model with as many rows, with fewer, and with more."""
+    tokenizer = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2, "ab": 3, "c": 4}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    compiler = GrammarCompiler(tmp_path, size, (0,), checked=False)
+
+    def after(expression: str, tokens: list[int]) -> str | None:
+        matcher = Matcher(compiler.compile(StructuredOutput("regex", expression)))
+        error = matcher.advance(tokens, ())
+        assert matcher.mask[0] & ((1 << min(size, 31)) - 1)
+        return error
+
+    assert after("a(é|d)", [1]) == NO_TOKEN
+    assert after("ab(é|b)", [3]) is None  # the other way is left
+    assert after("aé?", [1]) is None  # and here the end
+    assert after("ac", [1]) == (NO_TOKEN if size == 4 else None)
+    with pytest.raises(InvalidRequestError, match="no output can match it"):
+        compiler.compile(StructuredOutput("regex", "é"))
 
 
 def test_a_tokenizer_may_have_more_tokens_than_the_model(bundled_model: Path, tmp_path: Path) -> None:
@@ -386,7 +409,7 @@ import random
 import numpy as np
 from pathlib import Path
 from engine.structured.compiler import GrammarCompiler
-from engine.structured.matcher import Matcher
+from engine.structured.matcher import NO_TOKEN, Matcher
 from engine.structured_output import StructuredOutput
 
 def resident():
