@@ -131,3 +131,20 @@ def test_smaller_bursts_without_late_prompts_leave_a_larger_one_alone() -> None:
     traffic.lull(5)
     traffic.burst(need=40.0)
     assert traffic.lull(20)[-1] == 40.0
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        [(1, 10.0)] * 3 + [(10, 10.0)],  # three were late for a moment only
+        [(10, 10.0)] * 3 + [(1, 10.0)],
+        [(10, 10.0)] * 3 + [(60, 40.0), (10, 10.0)],  # the large one came back meanwhile
+    ],
+)
+def test_less_than_four_late_ones_leave_a_larger_one_alone(between: list[tuple[int, float]]) -> None:
+    traffic = Traffic()
+    traffic.burst(need=40.0)
+    for late_s, need in [*between, (60, 40.0)]:
+        traffic.lull(5)
+        traffic.burst(late_s, need, seconds=max(late_s, 2))
+    assert traffic.lull(20)[-1] == 40.0
