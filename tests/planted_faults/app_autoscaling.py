@@ -212,6 +212,13 @@ AUTOSCALING: list[Fault] = [
     ),
     Fault(
         "app/autoscaling/recent.py",
+        "max(now - self._learning_since, width_s)",
+        "width_s",
+        _RECENT,
+        "how much prompts usually rise is forgotten within half a minute",
+    ),
+    Fault(
+        "app/autoscaling/recent.py",
         "max(self.rate(now, width_s) - self.rate(now - width_s, width_s), 0.0)",
         "abs(self.rate(now, width_s) - self.rate(now - width_s, width_s))",
         _RECENT,

@@ -178,6 +178,13 @@ ROUTING: list[Fault] = [
     ),
     Fault(
         "app/routing/ledger.py",
+        "            for number in lost:\n                self._release(number)",
+        "            for number in lost:\n                pass",
+        ("app/routing/test_ledger.py",),
+        "attempts that the next channel does not resume stay booked for ever",
+    ),
+    Fault(
+        "app/routing/ledger.py",
         "            if booking is not None and not booking.prefilled:",
         "            if booking is not None:",
         _LEDGER,

@@ -59,6 +59,13 @@ def test_a_jump_is_forgotten_by_and_by() -> None:
     assert later < 0.3 * soon
 
 
+@pytest.mark.parametrize(("steady", "left"), [(600, math.exp(-180.0 / 300.0)), (30, 90.0 / 270.0)])
+def test_a_rise_counts_for_five_minutes_or_as_much_as_all_that_is_known(steady: int, left: float) -> None:
+    """``left``: share of its square after three minutes more; the first minute only fills two windows."""
+    jump = [5.0] * steady + [50.0] * 120
+    assert rise([*jump, *[50.0] * 180]) ** 2 == pytest.approx(left * rise(jump) ** 2, rel=0.02)
+
+
 @given(st.lists(st.floats(0.0, 1e6), max_size=200), st.floats(0.1, 20.0))
 def test_no_rise_exceeds_the_largest_rate(rates: list[float], interval: float) -> None:
     assert 0.0 <= rise(rates, interval) <= max(rates, default=0.0) * (1.0 + 1e-9) + 1e-9
