@@ -122,6 +122,13 @@ CHANNEL: list[Fault] = [
     ),
     Fault(
         "app/channel/engine_channel.py",
+        "        self.unsent.clear()\n        self.waiting_tokens = 0\n",
+        "        self.unsent.clear()\n",
+        ("app/channel/test_channel.py",),
+        "attempts end for all the tokens that their channel has ever sent",
+    ),
+    Fault(
+        "app/channel/engine_channel.py",
         "            weight += len(scores) * (3 + 2 * len(scores[0].top_ids))",
         "            pass",
         _RESUME,

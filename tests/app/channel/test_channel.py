@@ -16,7 +16,7 @@ from virtual_time import loop_time, run_virtually
 from app.channel import wire
 from app.channel.channel_hub import CALL_END_S, ChannelHub
 from app.channel.engine_attempt import request_of, run_attempt
-from app.channel.engine_channel import MAX_UNACKNOWLEDGED, EngineChannel, UnknownEpochError
+from app.channel.engine_channel import MAX_UNACKNOWLEDGED, Attempt, EngineChannel, UnknownEpochError
 from engine.engine_thread import StepOutputs
 from engine.errors import ClientLimitError, GrammarFault, InvalidRequestError
 from engine.request import FinishReason, TokenDelta
@@ -73,6 +73,23 @@ async def next_records(stream: AsyncIterator[bytes]) -> list[wire.Record]:
 
 def test_the_engines_name_of_an_attempt_has_the_requests_id() -> None:
     assert [request_of(name) for name in ("a@b@0f:7", "plain")] == ["a@b", "plain"]
+
+
+def test_tokens_that_have_left_do_not_wait_any_more() -> None:
+    channel = EngineChannel("ingress", 1)
+    channel.add(wire.Record(1, 0, [5, 6, 7]))
+    assert channel.waiting_tokens == 3
+    channel.take_frame(0)
+    assert channel.waiting_tokens == 0
+
+
+def test_withheld_tokens_are_queued_once() -> None:
+    channel = EngineChannel("ingress", 1)
+    attempt = Attempt(1, "e1", channel, Future())  # type: ignore[arg-type]
+    attempt.withheld.append(wire.Record(1, 0, [5, 6, 7]))
+    for _ in range(2):  # each of its channels breaks
+        attempt.stay()
+    assert channel.waiting_tokens == 3
 
 
 def test_records_of_one_step_share_a_frame_and_waiting_tokens_merge() -> None:
