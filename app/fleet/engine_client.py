@@ -103,6 +103,7 @@ class EngineClient:
         self._channel_faults = dict.fromkeys(("lost", "silent", "dead"), 0)
         self._limits = LimitsRecord(unavailable_after_s)
         self._background = background or Background()
+        self._changes = 0  # of the ledger, at which those that wait have looked for a replica
         self._waiter = ReplicaWaiter(
             handle if to_zero else None,
             self._background,
@@ -460,9 +461,10 @@ class EngineClient:
 
     def on_load(self, route: Route, load: LoadReport) -> None:
         """See ``OwnerEvents``."""
-        before = self._ledger.changes
         self._ledger.report(route, load)
-        if self._ledger.changes != before:  # few of the reports, of which there are up to one a step
+        changes = self._ledger.changes
+        if changes != self._changes:  # at few of the reports, of which there are up to one a step
+            self._changes = changes
             self._waiter.notify()
 
     def on_figures(self, route: Route, figures: Figures) -> None:

@@ -86,14 +86,14 @@ class Faults:
     def received(self, attempt: int, request: InFlightRequest) -> None:
         """A request has got tokens; a suspect may be cleared by them."""
         if request.suspect and request.attempt_tokens >= request.proof_tokens:
-            self.clear(request)
             self._fleet.ledger.clear_suspect(attempt)
-            self._notify()
+            self.clear(request)
 
     def clear(self, request: InFlightRequest) -> None:
         """Suspect a request no longer; an engine that has died under it still counts."""
         request.suspect = False
         self._leave(request)
+        self._notify()
 
     def may_run(self, request: InFlightRequest) -> bool:
         """Whether a replica can take a request now; a suspect also waits for its turn."""

@@ -379,6 +379,8 @@ class Ledger:
         booking.alone = alone
         self._bookings[attempt] = booking
         state.add(booking)
+        if alone:
+            self._routable.changes += 1  # others that must be alone can no longer run there
         self._chooser.outdate(state)
         if keys and self._chooser.by_prefix:
             self._index.claim(state.replica, keys, now, now + state.claim_seconds(), cached_blocks)

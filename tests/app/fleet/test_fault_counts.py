@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from engine_client_setting import collect, quiet, request, run, started, until
-from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, stepping
+from loopback import LoopbackHandle, LoopbackReplica, expected_tokens, model, stepping
 
 from app.api.errors import fault_of
 from app.channel import wire
@@ -20,10 +21,13 @@ from app.channel.suspects import NEWS_S
 from app.fleet.engine_client import EngineClient
 from app.fleet.faults import PROOF_TOKENS
 from app.fleet.generation import EngineDeathsError, GenerationError
+from app.fleet.in_flight import InFlightRequest
+from app.routing.load import LoadReport
 from engine.request import TokenDelta
 from engine.sampling_params import SamplingParams
 from engine.scheduling.load_report import EngineLoad
 
+LOAD = LoadReport(*[0] * 15, num_blocks=0, block_size=0, acknowledged=0)
 POISON = 999
 STEP_S, LONG = 0.004, 200  # tokens; a step is slow, so that few of them last until two engines have died
 
@@ -383,6 +387,43 @@ def test_a_suspect_without_a_replica_of_its_model_holds_up_no_other() -> None:
             handle.add()
             handle.announce(*members(handle))
             assert await young == expected_tokens([3], 50)
+        await client.stop()
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["has lost its replica", "is placed", "has waited too long"])
+def test_when_the_first_suspect_no_longer_waits_for_its_turn_the_next_one_looks(how: str) -> None:
+    async def test() -> None:
+        handle, client = await started(1)
+        handle.add(weights=500)
+        ledger, faults = handle.fleet.ledger, client._parts.faults
+        await until(lambda: len(ledger.routable()) == 2)
+        mine, others = (state.route for state in ledger._replicas.values())
+        assert mine is not None
+        assert others is not None
+        first, second = (InFlightRequest(request([1]), arrived=arrived) for arrived in (2.0, 1.0))
+        first.model, second.model = model(), model(500)
+        client.on_load(mine, replace(LOAD, suspects=1))
+        faults.replica_died([first, second], "planted")
+        waiting = asyncio.ensure_future(client._waiter.wait_until(lambda: faults.may_run(second), 60.0))
+        await asyncio.sleep(1.0)
+        assert not faults.may_run(second)
+        if how == "has lost its replica":
+            client.on_suspect(mine, True)
+        elif how == "is placed":
+            client.on_load(mine, LOAD)
+            assert faults.may_run(first)
+            faults.begin(1, first)
+            ledger.expect(1)
+            ledger.book(first.routing_meta(1))
+        else:
+            faults.clear(first)
+        client.on_load(others, LOAD)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert waiting.done()
+        assert await waiting
         await client.stop()
 
     run(test)
