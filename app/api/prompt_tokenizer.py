@@ -400,16 +400,18 @@ def _whole(backend: str) -> Tokenizer:
     """A tokenizer that cuts nothing off and adds nothing.
 
     Raises:
-        ConfigError: it cannot encode a space, so hardly any text.
+        ConfigError: it cannot be read, or it cannot encode a space, so hardly any text.
     """
+    fault = "its file cannot be read"
     try:
         with reading_text("file"):
             tokenizer = Tokenizer.from_str(backend)
             tokenizer.no_truncation()
             tokenizer.no_padding()
+        fault = "a space cannot be encoded"
         _ids(tokenizer, " ")
     except InvalidRequestError as error:
-        raise ConfigError(f"a space cannot be encoded: {error.message}") from error
+        raise ConfigError(f"{fault}: {error.message}") from error
     return tokenizer
 
 

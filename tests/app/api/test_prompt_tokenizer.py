@@ -324,6 +324,13 @@ def test_a_tokenizer_that_reads_no_text_is_a_start_up_error() -> None:
     assert text_ids(made_of(backend), "aba") == [0, 0]
 
 
+def test_a_tokenizer_file_that_cannot_be_read_is_a_start_up_error() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^its file cannot be read: the model's tokenizer fails on the file: '"
+    ):
+        PromptTokenizer(TokenizerParts("{}", None, {}))
+
+
 def test_an_empty_vocabulary_breaks_nothing_else() -> None:
     backend = Tokenizer(models.BPE({}, []))
     backend.decoder = decoders.ByteLevel()
