@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,12 +56,14 @@ class Layout:
             torch.tensor(each, dtype=torch.int64, device=device) for each in longs
         )
         widest = max(map(len, self.block_tables), default=0)
-        tables = [table + [0] * (widest - len(table)) for table in self.block_tables]
+        tables = np.zeros((len(self.block_tables), widest), dtype=np.int32)
+        for row, table in enumerate(self.block_tables):  # torch takes ten times as long for a list of many
+            tables[row, : len(table)] = table
         starts = self.query_start
         metadata = AttentionMetadata(
             query_start=torch.tensor(starts, dtype=torch.int32, device=device),
             context_lens=torch.tensor(self.context_lens, dtype=torch.int32, device=device),
-            block_tables=torch.tensor(tables, dtype=torch.int32, device=device).view(len(tables), widest),
+            block_tables=torch.from_numpy(tables).to(device),
             positions=positions,
             slot_mapping=slots,
             max_query_len=max((end - start for start, end in pairwise(starts)), default=0),
