@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -42,7 +43,8 @@ class _Draws:
     """
 
     def __init__(self, logits: Tensor, options: DrawOptions) -> None:
-        self.logits, self.options = logits, options
+        self.logits = weakref.ref(logits)  # kept here, those of a step without a recording would stay in memory
+        self.options = options
         rows, vocab = logits.shape
         self.positions = np.empty(rows, dtype=np.int64)
         self.tokens = np.empty(len(options.seeds), dtype=np.int64)
@@ -302,7 +304,7 @@ class CpuKernels(Kernels):
         self, logits: Tensor, positions: Sequence[int], options: DrawOptions
     ) -> tuple[list[int], list[float]]:
         draws = self._draws
-        if draws is None or draws.logits is not logits or draws.options is not options:
+        if draws is None or draws.logits() is not logits or draws.options is not options:
             draws = self._draws = _Draws(logits, options)
         draws.positions[:] = positions
         if self._calls("quire_draw", *draws.arguments, self.num_threads):

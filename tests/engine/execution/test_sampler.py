@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -318,9 +319,19 @@ def test_what_a_sampler_keeps_from_one_batch_to_the_next_changes_no_draw() -> No
         [SampleRow(params, 2, 17), SampleRow(params, 1, 17)],
     ]
     kept = Sampler(CpuKernels(1))
+    replayed = torch.empty_like(logits)  # steps of one size have the same tensor
     for rows in batches:
         some = logits[: len(rows)]
-        assert kept.sample(some.clone(), rows) == Sampler().sample(some.clone(), rows)
+        own = replayed.copy_(some) if len(rows) == len(logits) else some.clone()
+        assert kept.sample(own, rows) == Sampler().sample(some.clone(), rows)
+
+
+def test_logits_stay_in_memory_no_longer_than_their_step() -> None:
+    kept, logits = Sampler(CpuKernels(1)), torch.zeros(2, 100)
+    left = weakref.ref(logits)
+    kept.sample(logits, [SampleRow(SamplingParams(), seed, 10) for seed in (1, 2)])
+    del logits
+    assert left() is None
 
 
 def test_the_kth_largest_weight_is_exact_for_any_k() -> None:
