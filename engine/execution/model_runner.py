@@ -179,7 +179,8 @@ class ModelRunner:
                 yield
         finally:
             self._many = many
-            torch.set_num_threads(threads)
+            if self._one_torch_thread:
+                torch.set_num_threads(threads)
 
     def _run(self, chunks: abc.Sequence[ScheduledChunk]) -> list[Outcome]:
         self.kv_cache.before_writing(self._written(chunks))

@@ -60,9 +60,9 @@ class RecordedSteps:
         self._forward = decoder.forward
         self._recordings: dict[_Kind, tuple[Tensor, Recording] | None] = {}
         """``None`` where the kernels cannot record."""
-        self._last: tuple[_Kind, int, Tensor] | None = (
-            None  # the logits that a step returned, and of which kind
-        )
+        # What the last step returned, with its kind and number of samples. The next one mostly returns the same
+        # tensor, so kernels that draw from it need not look up its address again.
+        self._last: tuple[_Kind, int, Tensor] | None = None
         # One more than the most: see Kernels.record().
         self._input = StepInput(max_tokens + 1, max_requests + 1, max_blocks, kv_pool.device)
 

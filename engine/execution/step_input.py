@@ -80,6 +80,7 @@ class _Arrays:
             self._block_tables[row, : len(table)] = table
         if layout.decodes and requests <= self.own_rows:
             return
+        self.own_rows = 0  # until both are written: if that fails, the next step must write them
         self._query_start[: requests + 1] = layout.query_start
         self._sample_rows[:samples] = layout.sample_rows
         self.own_rows = requests if layout.decodes else 0

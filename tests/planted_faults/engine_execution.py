@@ -464,6 +464,20 @@ EXECUTION: list[Fault] = [
         "a failed request looks like one that has ended",
     ),
     Fault(
+        "kernels/cpu/kernels.py",
+        " or draws.options is not options",
+        "",
+        ("engine/execution/test_sampler.py",),
+        "tokens are drawn by the parameters of the batch before",
+    ),
+    Fault(
+        "engine/execution/step_input.py",
+        "        self.own_rows = 0  # until both",
+        "        # until both",
+        ("engine/execution/test_step_input.py",),
+        "after a step that could not be written, decodes sample the rows of its prompts",
+    ),
+    Fault(
         "engine/execution/step_input.py",
         "        self._context_lens[:requests] = layout.context_lens\n",
         "",
