@@ -50,6 +50,7 @@ def quiet(handle: LoopbackHandle, client: EngineClient) -> bool:
         not any(replica.engine.live for replica in handle.replicas.values() if not replica.dead)
         and client.status()["live_requests"] == 0
         and not any(handle.fleet.ledger.load().values())
+        and not client._parts.attempts._answers
     )
 
 
