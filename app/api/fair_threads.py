@@ -20,10 +20,10 @@ class InThread(Protocol):
 
 
 class FairThreads:
-    """At most so many threads; each takes the next work of the client whose turn it is.
+    """At most so many threads; each does the next piece of work of the client whose turn it is.
 
-    So one whose requests make much work delays another's by what the threads do now, and by one work of each
-    client in between, not by all that it has sent. A client's own work is done first come, first served.
+    So a client that sends much work delays another's by what the threads are doing and by one piece of each
+    client in between, not by all that it has sent. Each client's own work is done first come, first served.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -38,13 +38,15 @@ class FairThreads:
     def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
         """As :meth:`run`, without waiting."""
         done: Future[T] = Future()
+        held = [work]  # not beyond its end: what is cancelled may have to wait for its turn, and be large
+        done.add_done_callback(lambda _: held.clear())
         with self._lock:
-            self._waiting.setdefault(client, deque()).append(partial(_do, work, done))
+            self._waiting.setdefault(client, deque()).append(partial(_do, held, done))
         self._executor.submit(self._next)
         return done
 
     def _next(self) -> None:
-        """In a thread, once for each work."""
+        """In a thread, once for each piece of work."""
         with self._lock:
             client, queue = next(iter(self._waiting.items()))
             del self._waiting[client]
@@ -54,11 +56,11 @@ class FairThreads:
         work()
 
 
-def _do(work: Callable[[], T], done: Future[T]) -> None:
+def _do(held: list[Callable[[], T]], done: Future[T]) -> None:
     if not done.set_running_or_notify_cancel():
         return
     try:
-        result = work()
+        result = held[0]()
     except BaseException as error:  # noqa: BLE001  (whoever waits gets it)
         done.set_exception(error)
     else:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 
 import httpx
 import pytest
 from local_server import LocalServer
 
-from app.api import fair_threads, generated_response, request_body
+from app.api import fair_threads, generated_response, prompt_tokenizer, request_body
 from app.api.fair_threads import FairThreads
-from app.api.prompt_tokenizer import INLINE_CHARS
 
 
 def test_clients_take_turns() -> None:
@@ -55,14 +55,32 @@ def test_what_nobody_waits_for_is_not_begun_and_errors_come_back() -> None:
     assert done == ["stays"]
 
 
+def test_what_nobody_waits_for_leaves_memory_before_its_turn() -> None:
+    """A large body no longer counts toward the limit once its request has been cancelled."""
+
+    class Work:
+        def __call__(self) -> None:
+            raise AssertionError("nobody waits for it")
+
+    threads, work = FairThreads(1, "test"), Work()
+    begin, left = threading.Event(), weakref.ref(work)
+    busy, behind = threads.submit("a", begin.wait), threads.submit("a", work)
+    del work
+    assert left() is not None
+    behind.cancel()
+    assert left() is None
+    begin.set()
+    assert busy.result()
+    assert threads.submit("a", lambda: 5).result() == 5
+
+
 def test_all_that_a_request_needs_of_threads_is_in_its_senders_name(
     server: LocalServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_body, "INLINE_BYTES", 100)
     monkeypatch.setattr(generated_response, "INLINE_DETAILS", 0)
     monkeypatch.setattr(generated_response, "INLINE_TOKENS", 0)
-    monkeypatch.setattr("app.api.prompt_tokenizer.INLINE_CHARS", 0)
-    assert INLINE_CHARS > 0
+    monkeypatch.setattr(prompt_tokenizer, "INLINE_CHARS", 0)
     seen = list[tuple[int, str]]()
     submit = FairThreads.submit
 
