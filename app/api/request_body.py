@@ -33,8 +33,8 @@ WITHIN_S = 120.0
 """Seconds in which a body must be complete: clients that send slowly would hold what others need."""
 
 _TICKS = 24
-"""Parts in which they are counted. However long the event loop is busy, that counts as one: what the client has
-sent meanwhile waits for this server."""
+"""Parts in which they are counted. A busy event loop, however long, costs a client one part: what it has sent
+meanwhile waits for this server."""
 
 MAX_THREADS = 2
 """Bodies parsed at the same time: threads share one interpreter, so more would only make each slower."""
@@ -137,7 +137,7 @@ class BodyReader:
 
 @asynccontextmanager
 async def _in_time() -> AsyncIterator[None]:
-    """Give up what waits for a body that is not complete within ``WITHIN_S``.
+    """Cancel the reading of a body that is not complete within ``WITHIN_S``.
 
     Raises:
         ApiError: 408.

@@ -166,7 +166,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def many_steps(self) -> Iterator[None]:
-        """What each step needs of torch is set once in here, where this thread runs one step after another.
+        """Set what each step needs of torch once, for all steps that this thread runs in here.
 
         Torch's few small operations of a step are not worth a second pool that spins on the kernels' cores.
         """

@@ -40,8 +40,9 @@ def at_home(path: str | Path) -> Path:
 
 def name_of(folder: Path) -> str:
     """The model's name by its folder, also in the hub's cache, where folders have the names of commits."""
-    name = folder.parent.parent.name if folder.parent.name == "snapshots" else folder.name
-    return name.removeprefix("models--").replace("--", "/")
+    if folder.parent.name != "snapshots":
+        return folder.name
+    return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
 
 
 def local_folder(model: str | Path) -> Path:
