@@ -30,6 +30,8 @@ from app.launch.terminal import Progress, Say
 from app.option_groups import LaunchOptions
 from engine.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 900.0
 STATUS_TIMEOUT_S = 2.0
@@ -337,9 +339,11 @@ def _end_requests() -> None:
     from app.application import INGRESS
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # nobody needs to know how this handle finds them
-    with contextlib.suppress(Exception):  # whatever it is, the server stops
+    try:
         handle = serve.get_deployment_handle(INGRESS, serving.APP_NAME)
         handle.broadcast("end_requests").results(timeout_s=TOLD_WITHIN_S)
+    except Exception:  # of Serve, or of an ingress that is gone or not there yet: the server stops in any case
+        logger.debug("clients of running requests were not told that the server stops", exc_info=True)
 
 
 def _unverified() -> ssl.SSLContext:

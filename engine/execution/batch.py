@@ -22,7 +22,6 @@ class Batch:
     token_ids: Tensor  # int64 [T]
     metadata: AttentionMetadata
     sample_rows: Tensor  # int64 [S], row of the last token of each chunk that samples, then those of its drafts
-    decodes: bool  # every row samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class Layout:
             max_query_len=max((end - start for start, end in pairwise(starts)), default=0),
             max_context_len=self.max_context_len,
         )
-        return Batch(token_ids, metadata, samples, self.decodes)
+        return Batch(token_ids, metadata, samples)
 
 
 def lay_out(chunks: Sequence[ScheduledChunk], block_size: int) -> Layout:

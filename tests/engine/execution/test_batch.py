@@ -56,7 +56,7 @@ def test_a_step_of_decodes() -> None:
     assert meta.slot_mapping.tolist() == [8, 38]
     assert meta.block_tables.tolist() == [[7, 2], [5, 9]]
     assert batch.sample_rows.tolist() == [0, 1]
-    assert (meta.max_query_len, meta.max_context_len, batch.decodes) == (1, 7, True)
+    assert (meta.max_query_len, meta.max_context_len, lay_out(chunks, 4).decodes) == (1, 7, True)
     mixed = batch_of([*chunks, chunk([1, 2], [3], 0, 2, False)], 4)
     for alone, among in ((batch, mixed), (meta, mixed.metadata)):
         for field in fields(alone):
@@ -79,7 +79,8 @@ def test_absent_blocks_of_a_table_become_valid_ones() -> None:
 def test_drafts_are_rows_behind_their_chunk_with_its_blocks() -> None:
     drafting = chunk([10, 11, 12, 13], [7, 2], 2, 2, True)
     drafting.drafts = [14, 15]
-    batch = batch_of([chunk([1], [4], 0, 1, True), drafting, chunk([2, 3], [5], 0, 2, False)], 4)
+    layout = lay_out([chunk([1], [4], 0, 1, True), drafting, chunk([2, 3], [5], 0, 2, False)], 4)
+    batch = layout.batch(CPU)
     meta = batch.metadata
     assert batch.token_ids.tolist() == [1, 12, 13, 14, 15, 2, 3]
     assert meta.query_start.tolist() == [0, 1, 3, 4, 5, 7]
@@ -88,10 +89,10 @@ def test_drafts_are_rows_behind_their_chunk_with_its_blocks() -> None:
     assert meta.slot_mapping.tolist() == [16, 30, 31, 8, 9, 20, 21]
     assert meta.block_tables.tolist() == [[4, 0], [7, 0], [7, 2], [7, 2], [5, 0]]
     assert batch.sample_rows.tolist() == [0, 2, 3, 4]
-    assert not batch.decodes
+    assert not layout.decodes
 
 
 def test_a_step_of_decodes_with_drafts_decodes_only() -> None:
     drafting = chunk([10, 11, 12, 13], [7], 3, 1, True)
     drafting.drafts = [14]
-    assert batch_of([drafting], 8).decodes
+    assert lay_out([drafting], 8).decodes

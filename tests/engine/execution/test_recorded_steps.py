@@ -43,7 +43,7 @@ def check_every_step(engine: Engine) -> list[tuple[_Size, bool]]:
         bits = torch.int16 if pool.element_size() == 2 else torch.int32
         assert torch.equal(written.view(bits), pool.view(bits))
         counts = (batch.token_ids, batch.metadata.context_lens, batch.sample_rows)
-        steps.append((_Size(*map(len, counts)), batch.decodes))
+        steps.append((_Size(*map(len, counts)), layout.decodes))
         return recorded
 
     runner._steps.forward = both  # type: ignore[method-assign]
